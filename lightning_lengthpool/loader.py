@@ -1,0 +1,143 @@
+"""The loaders that Lightning iterates: plain iterables around energon's own."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader
+
+
+class BatchRecord(NamedTuple):
+    """What is known of a batch before its step: see `TrainLoader.pop_record`.
+
+    Attributes:
+        lengths: Tokens of each of the batch's samples.
+        fetch_started: `time.perf_counter()` when the training loop asked for the batch.
+        data_seconds: Seconds that the loop then waited for it.
+    """
+
+    lengths: tuple[float, ...]
+    fetch_started: float
+    data_seconds: float
+
+
+class TrainLoader:
+    """Cuts energon's endless stream into epochs of `length` batches.
+
+    The stream is one iterator that lives on from epoch to epoch: worker processes are started once, and an epoch that
+    is left early (`limit_train_batches`) goes on where it was left.
+
+    Args:
+        loader: energon's, yields `PooledBatch`es without end.
+        length: Batches of an epoch, the same on all ranks.
+    """
+
+    def __init__(self, loader: DataLoader, length: int) -> None:
+        self._loader = _pin_where_possible(loader)
+        self._length = length
+        self._stream: Iterator[Any] | None = None
+        self._records: deque[BatchRecord] = deque(maxlen=1024)  # bounded, for nobody has to ask for them
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._stream is None:
+            self._stream = iter(self._loader)
+        self._records.clear()
+        for _ in range(self._length):
+            started = time.perf_counter()
+            pooled = next(self._stream)
+            self._records.append(BatchRecord(pooled.lengths, started, time.perf_counter() - started))
+            yield pooled.batch
+
+    def pop_record(self) -> BatchRecord:
+        """Return the record of the batch that is consumed now; to be called once for each batch, in order."""
+        return self._records.popleft()
+
+    def close(self) -> None:
+        """Stop the worker processes."""
+        self._stream = None
+        _stop_workers(self._loader)
+
+
+class EvalLoader:
+    """Runs over a whole evaluation set from its start each time, with the same number of batches on every rank.
+
+    A rank that has no batch left, while another has, yields its last one again; `is_repeat` tells which ones to leave
+    out of a metric. The ranks agree before each batch (one small reduction), because how many batches an encoder
+    makes of a data set (skipped samples, packing, generators) is not known before.
+
+    Args:
+        build: Makes a fresh energon loader.
+        length: Batches of the longest rank, None if the encoder may make more of them than samples go in.
+        ranks_with: Takes whether this rank has something, and returns on how many of `world_size` ranks it is so.
+        world_size: Number of data-parallel ranks.
+        name: Of the evaluation set, for errors.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], DataLoader],
+        length: int | None,
+        ranks_with: Callable[[bool], int],
+        world_size: int,
+        name: str,
+    ) -> None:
+        self._build = build
+        self._length = length
+        self._ranks_with = ranks_with
+        self._world_size = world_size
+        self._name = name
+        self._first_repeat = math.inf
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError(f"the number of {self._name} batches is not known before they are encoded")
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        self._first_repeat = math.inf
+        loader = _pin_where_possible(self._build())
+        stream, batch = iter(loader), None
+        index = 0
+        try:
+            while True:
+                fresh = next(stream, None)
+                having = self._ranks_with(fresh is not None)
+                if having == 0:
+                    return
+                if index == 0 and having < self._world_size:
+                    raise ValueError(
+                        f"{self._world_size - having} of {self._world_size} ranks got no {self._name} batch: all their "
+                        "samples were skipped, or there are too few. Use fewer ranks or a larger set."
+                    )
+                if fresh is None:
+                    self._first_repeat = min(self._first_repeat, index)
+                else:
+                    batch = fresh
+                yield batch
+                index += 1
+        finally:
+            _stop_workers(loader)
+
+    def is_repeat(self, batch_idx: int) -> bool:
+        """Whether batch `batch_idx` of the run that is under way was yielded before."""
+        return batch_idx >= self._first_repeat
+
+
+def _pin_where_possible(loader: DataLoader) -> DataLoader:
+    """Take pinning back where it is in vain: energon always asks for it, and torch then warns."""
+    loader.pin_memory = torch.cuda.is_available()
+    return loader
+
+
+def _stop_workers(loader: DataLoader) -> None:
+    """End a loader's worker processes now: torch leaves persistent ones to the garbage collector."""
+    iterator = getattr(loader, "_iterator", None)
+    if iterator is not None and hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()
+        loader._iterator = None

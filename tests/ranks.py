@@ -1,0 +1,103 @@
+"""Run a function in several real processes, one a rank, for tests in which a collective runs.
+
+    results = run_ranks(target, world_size=2, timeout=60, x=1)   # [target(x=1) of rank 0, of rank 1]
+
+`target` is a function at the top level of a file (or `"path/to/file.py:name"`). Every process is a fresh
+interpreter (never a fork: threads of the parent would be lost) with the variables that torchrun sets, so that
+`torch.distributed.init_process_group("gloo")` works without arguments and Lightning joins by itself. As under
+torchrun the parent holds the rendezvous store, on a port that the system chose, so two tests never meet on
+one port. The store serves one `init_process_group` per process.
+"""
+
+import importlib
+import inspect
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+GRACE_SECONDS = 3.0  # once one rank has failed the others may hang in a collective: they get this long, then end
+
+
+def run_ranks(target: Callable[..., Any] | str, world_size: int, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
+    """Run `target(**kwargs)` in `world_size` processes and return what each rank's call returned.
+
+    Args:
+        target: A function at the top level of a file, or `"path/to/file.py:name"`.
+        world_size: Number of processes.
+        timeout: Seconds after which ranks that still run are ended and the test fails.
+        **kwargs: Arguments for the target; they and its results are pickled.
+
+    Returns:
+        The results, by rank.
+
+    Raises:
+        AssertionError: If a rank fails or hangs; the message names those ranks and shows the end of their
+            output.
+    """
+    from torch.distributed import TCPStore
+
+    path, name = target.split(":") if isinstance(target, str) else (inspect.getfile(target), target.__name__)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "TORCHELASTIC_RUN_ID": "tests",  # Lightning takes this for a launch by torchrun
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        (root / "call.pkl").write_bytes(pickle.dumps((str(Path(path).resolve()), name, kwargs)))
+        ranks = []
+        for rank in range(world_size):
+            env = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
+            with (root / f"{rank}.log").open("wb") as log:
+                command = [sys.executable, __file__, folder]
+                ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
+        try:
+            _wait(ranks, timeout)
+            problems = [
+                f"rank {rank} {'hung' if process.returncode is None else f'failed ({process.returncode})'}:\n"
+                + (root / f"{rank}.log").read_text(errors="replace")[-4000:]
+                for rank, process in enumerate(ranks)
+                if process.returncode != 0
+            ]
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+        assert not problems, f"{name}, {world_size} ranks, {timeout:g} s:\n" + "\n".join(problems)
+        return [pickle.loads((root / f"{rank}.pkl").read_bytes()) for rank in range(world_size)]
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], timeout: float) -> None:
+    """Return when all have ended, time is up, or one has failed and the others had their grace."""
+    deadline = time.monotonic() + timeout
+    failed = False
+    while time.monotonic() < deadline and any(process.poll() is None for process in ranks):
+        if not failed and any(process.returncode for process in ranks):
+            failed = True
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        time.sleep(0.02)
+
+
+def _main(folder: str) -> None:
+    path, name, kwargs = pickle.loads((Path(folder) / "call.pkl").read_bytes())
+    sys.path.insert(0, str(Path(path).parent))
+    result = getattr(importlib.import_module(Path(path).stem), name)(**kwargs)
+    (Path(folder) / f"{os.environ['RANK']}.pkl").write_bytes(pickle.dumps(result))
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])

@@ -1,0 +1,312 @@
+"""The data module under a real trainer: one process, and two gloo ranks where a collective runs."""
+
+import multiprocessing
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import LengthEncoder, LengthSample
+from lightning.pytorch import LightningModule, Trainer
+from megatron.energon import SkipSample, TextSample, WorkerConfig, stateless
+from ranks import run_ranks
+from torchmetrics import MeanMetric
+
+from lightning_lengthpool import LengthPoolDataModule
+
+LENGTHS = [int(random.Random(1).lognormvariate(5, 1)) for _ in range(120)]
+
+
+class Recorder(LightningModule):
+    """Trains nothing; remembers the keys that it got."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        # Lightning's own mean over ranks divides integer weights and cuts the remainder off; this one is exact.
+        self.val_length = MeanMetric().set_dtype(torch.float64)
+        self.train_keys: list[list[str]] = []
+        self.val_runs: list[list[str]] = []
+        self.repeats = 0
+
+    def training_step(self, batch: dict) -> torch.Tensor:
+        self.train_keys.append(batch["keys"])
+        return self.weight * 1.0
+
+    def on_validation_epoch_start(self) -> None:
+        self.val_runs.append([])
+
+    def validation_step(self, batch: dict, batch_idx: int) -> None:
+        repeat = self.trainer.datamodule.is_repeat(batch_idx)
+        self.repeats += repeat
+        self.val_runs[-1] += [] if repeat else batch["keys"]
+        if not repeat:
+            self.val_length.update(torch.tensor(batch["lengths"], dtype=torch.float64))
+        self.log("val_length", self.val_length)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def trainer(folder: Path, **kwargs: Any) -> Trainer:
+    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    return Trainer(accelerator="cpu", default_root_dir=folder, **({"devices": 1} | quiet | kwargs))
+
+
+def data(path: Path, batch_size: int | None = 2, **kwargs: Any) -> LengthPoolDataModule:
+    return LengthPoolDataModule(path, LengthEncoder(), batch_size, **({"pool_size": 20, "num_workers": 0} | kwargs))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_epochs_are_pieces_of_one_endless_stream(
+    dataset: Callable[..., Path], tmp_path: Path, num_workers: int
+) -> None:
+    path = dataset(LENGTHS)
+    runs = []
+    # Epochs cut by their own length, by the trainer, and not at all.
+    for settings, limit in (({}, 1.0), ({"virtual_epoch_length": 17}, 1.0), ({}, 11)):
+        model = Recorder()
+        module = data(path, num_workers=num_workers, **settings)
+        trainer(tmp_path, max_steps=150, limit_train_batches=limit, max_epochs=-1).fit(model, module)
+        runs.append(model.train_keys)
+    assert len(runs[0]) == 150 and runs[0] == runs[1] == runs[2]
+    assert {key for batch in runs[0] for key in batch} == {f"train{i:06d}" for i in range(120)}
+    assert multiprocessing.active_children() == []
+
+
+def test_an_epoch_is_one_pass_over_the_ranks_share_by_default(dataset: Callable[..., Path]) -> None:
+    assert len(data(dataset(LENGTHS), batch_size=7).train_dataloader()) == 120 // 7
+    assert len(data(dataset([5] * 3), batch_size=7).train_dataloader()) == 1
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_each_validation_run_covers_the_set_from_its_start(
+    dataset: Callable[..., Path], tmp_path: Path, num_workers: int
+) -> None:
+    model = Recorder()
+    module = data(dataset(LENGTHS, val=range(1, 14)), num_workers=num_workers, val_batch_size=3)
+    trainer(tmp_path, max_steps=30, val_check_interval=10, max_epochs=-1).fit(model, module)
+    sanity, *runs = model.val_runs
+    everything = [f"val{i:06d}" for i in range(13)]
+    assert len(sanity) < 13 and len(runs) == 3
+    assert all(sorted(run) == everything for run in runs)
+    assert runs[0] == runs[1] == runs[2] and runs[0][: len(sanity)] == sanity
+
+
+def test_a_limited_validation_run_starts_at_the_beginning_each_time(
+    dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = Recorder()
+    settings = dict(max_steps=4, val_check_interval=2, max_epochs=-1, num_sanity_val_steps=0, limit_val_batches=2)
+    trainer(tmp_path, **settings).fit(model, data(dataset(LENGTHS, val=range(1, 14))))
+    assert model.val_runs == [[f"val{i:06d}" for i in range(4)]] * 2
+
+
+def test_without_a_val_split_there_is_no_val_loader(dataset: Callable[..., Path], tmp_path: Path) -> None:
+    model = Recorder()
+    trainer(tmp_path, max_steps=4).fit(model, data(dataset(LENGTHS)))
+    assert len(model.train_keys) == 4 and model.val_runs == []
+
+
+def test_validation_may_come_from_another_data_set(dataset: Callable[..., Path], tmp_path: Path) -> None:
+    model = Recorder()
+    module = data(dataset(LENGTHS), val_path=dataset(LENGTHS[:9], val=[4, 5, 6]))
+    assert trainer(tmp_path).validate(model, module, verbose=False)[0]["val_length"] == pytest.approx(5)
+
+
+def test_validating_a_data_set_without_the_split_is_an_error(dataset: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no 'val' split"):
+        trainer(tmp_path).validate(Recorder(), data(dataset(LENGTHS)))
+
+
+def test_a_metadataset_blends_several(dataset: Callable[..., Path], tmp_path: Path) -> None:
+    one, two = dataset([1] * 60, val=[10] * 5), dataset([2] * 60, val=[20] * 5)
+    blend = tmp_path / "blend.yaml"
+    entry = "      - path: {}\n        weight: 0.5\n"
+    blend.write_text(
+        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n"
+        f"  train:\n    blend:\n{entry.format(one.name)}{entry.format(two.name)}"
+        f"  val:\n    blend:\n{entry.format(one.name)}{entry.format(two.name)}"
+    )
+    module = data(blend)
+    module.setup("fit")
+    lengths = [length for batch in module.train_dataloader() for length in batch["lengths"]]
+    assert set(lengths) == {1, 2} and len(lengths) == 120
+    assert sorted(length for batch in module.val_dataloader() for length in batch["lengths"]) == [10] * 5 + [20] * 5
+
+
+def test_the_record_of_each_batch_comes_in_step(dataset: Callable[..., Path]) -> None:
+    loader = data(dataset(LENGTHS), num_workers=1).train_dataloader()
+    batches = [(batch["lengths"], loader.pop_record()) for batch in loader]
+    assert all(tuple(lengths) == record.lengths and record.data_seconds >= 0 for lengths, record in batches)
+    # A reader that runs ahead of the training loop shifts nothing: records wait in order.
+    ahead = [batch["lengths"] for batch in loader]
+    assert [loader.pop_record().lengths for _ in ahead] == [tuple(lengths) for lengths in ahead]
+    loader.close()
+
+
+# ---- two ranks
+
+
+def fit_two_ranks(path: str, folder: str, **settings: Any) -> dict[str, Any]:
+    """Train and validate on two gloo ranks; runs in each rank's process."""
+    model, module = Recorder(), data(Path(path), pool_size=10, **settings)
+    settings = dict(devices=2, strategy="ddp", max_steps=8, val_check_interval=4, num_sanity_val_steps=0)
+    run = trainer(Path(folder), **settings)
+    run.fit(model, module)
+    metrics = run.validate(model, module, verbose=False)[0]
+    return {"train": model.train_keys, "val": model.val_runs, "repeats": model.repeats, "metrics": metrics}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_ranks_take_equal_steps_and_validation_counts_each_sample_once(
+    dataset: Callable[..., Path], tmp_path: Path, num_workers: int
+) -> None:
+    lengths = list(range(1, 12))
+    path = dataset(LENGTHS, val=lengths)  # 11 samples over 2 ranks: 6 and 5
+    ranks = run_ranks(fit_two_ranks, 2, path=str(path), folder=str(tmp_path), batch_size=1, num_workers=num_workers)
+    assert [len(rank["train"]) for rank in ranks] == [8, 8]
+    assert not {k for b in ranks[0]["train"] for k in b} & {k for b in ranks[1]["train"] for k in b}
+    for run in range(3):
+        assert sorted(ranks[0]["val"][run] + ranks[1]["val"][run]) == [f"val{i:06d}" for i in range(11)]
+    assert sum(rank["repeats"] for rank in ranks) == 3  # one in each run, on the short rank
+    assert all(rank["metrics"]["val_length"] == pytest.approx(sum(lengths) / 11) for rank in ranks)
+
+
+class SkippingEncoder(LengthEncoder):
+    """Skips every sample whose length is odd."""
+
+    @stateless
+    def encode_sample(self, sample: TextSample) -> LengthSample:
+        if int(sample.text) % 2:
+            raise SkipSample
+        return super().encode_sample(sample)
+
+
+def validate_skipping(path: str, folder: str) -> list[list[str]]:
+    model = Recorder()
+    module = LengthPoolDataModule(path, SkippingEncoder(), 1, num_workers=0)
+    trainer(Path(folder), devices=2, strategy="ddp").validate(model, module, verbose=False)
+    return model.val_runs
+
+
+def test_a_rank_that_skips_many_samples_of_validation_holds_nobody_up(
+    dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = dataset(LENGTHS, val=[2, 4, 6, 8, 2, 1, 1, 1])  # rank 1 keeps one of its four
+    ranks = run_ranks(validate_skipping, 2, path=str(path), folder=str(tmp_path))
+    assert sorted(ranks[0][0] + ranks[1][0]) == [f"val{i:06d}" for i in range(5)]
+
+
+def setup_fails_on_rank_one(path: str, folder: str) -> str:
+    module = data(Path(path) if os.environ["RANK"] == "0" else Path(path) / "gone")
+    try:
+        trainer(Path(folder), devices=2, strategy="ddp", max_steps=1).fit(Recorder(), module)
+    except (ValueError, FileNotFoundError) as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_cannot_be_set_up_ends_the_others_too(dataset: Callable[..., Path], tmp_path: Path) -> None:
+    messages = run_ranks(setup_fails_on_rank_one, 2, path=str(dataset(LENGTHS)), folder=str(tmp_path))
+    assert "1 other rank" in messages[0] and "gone" in messages[1]
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pool_size": -1}, "pool_size is -1, expected an integer of at least 0"),
+        ({"pool_size": 1.5}, "pool_size is 1.5, expected an integer"),
+        ({"policy": "sorted"}, "policy is 'sorted', expected one of: none, pool"),
+        ({"batch_size": 0}, "batch_size is 0, expected an integer of at least 1"),
+        ({"batch_size": True}, "batch_size is True, expected an integer"),
+        ({"batch_size": None}, "batch_size is None, which works only with packing"),
+        ({"num_workers": -2}, "num_workers is -2, expected an integer of at least 0"),
+        ({"val_batch_size": 0}, "val_batch_size is 0"),
+        ({"virtual_epoch_length": 0}, "virtual_epoch_length is 0"),
+        ({"shuffle_buffer_size": 0}, "shuffle_buffer_size is 0"),
+        ({"packing_buffer_size": -1}, "packing_buffer_size is -1"),
+        ({"max_samples_per_sequence": 0}, "max_samples_per_sequence is 0"),
+        ({"seed": "x"}, "seed is 'x', expected an integer"),
+    ],
+)
+def test_a_wrong_setting_is_named_at_once(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        data(Path("anywhere"), **settings)
+
+
+def test_a_pool_smaller_than_a_batch_gets_a_warning() -> None:
+    with pytest.warns(UserWarning, match="pool_size 3 is smaller than batch_size 4"):
+        data(Path("anywhere"), batch_size=4, pool_size=3)
+
+
+@pytest.mark.filterwarnings("error:pool_size")
+@pytest.mark.parametrize("settings", [{"pool_size": 0}, {"pool_size": 3, "policy": "none"}])
+def test_a_pool_that_is_off_gets_no_warning(settings: dict) -> None:
+    data(Path("anywhere"), batch_size=4, **settings)
+
+
+def test_a_missing_path_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="path is '.*nowhere', but nothing is there"):
+        data(tmp_path / "nowhere").setup("fit")
+
+
+def test_a_folder_that_is_not_prepared_is_named_with_the_command(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"not a prepared energon data set.*energon prepare {tmp_path}"):
+        data(tmp_path).setup("fit")
+
+
+def test_fewer_samples_than_workers_is_an_error(dataset: Callable[..., Path]) -> None:
+    with pytest.raises(ValueError, match=r"has 3 samples for 1 ranks x 4 workers.*num_workers lower"):
+        data(dataset([1, 2, 3]), num_workers=4).setup("fit")
+
+
+def test_fewer_validation_samples_than_ranks_is_an_error(dataset: Callable[..., Path]) -> None:
+    module = data(dataset(LENGTHS, val=[5, 5]))
+    module._worker_config = lambda num_workers: WorkerConfig(rank=0, world_size=3, num_workers=num_workers)
+    with pytest.raises(ValueError, match="val split of .* has 2 samples for 3 ranks"):
+        module.val_dataloader()
+
+
+class Lengthless(LengthEncoder):
+    @stateless
+    def encode_sample(self, sample: TextSample) -> TextSample:
+        return sample
+
+    @stateless
+    def batch(self, samples: list[TextSample]) -> list[str]:
+        return [sample.__key__ for sample in samples]
+
+
+class Broken(LengthEncoder):
+    @stateless
+    def encode_sample(self, sample: TextSample) -> LengthSample:
+        raise KeyError("caption")
+
+
+def text_length(sample: TextSample) -> int:
+    return len(sample.text)
+
+
+def test_a_sample_without_a_length_shows_before_training(dataset: Callable[..., Path]) -> None:
+    path = dataset(LENGTHS)
+    with pytest.raises(ValueError, match=r"sample 'train\d+' .*neither 'total_len' nor 'tokens'.*length_fn"):
+        LengthPoolDataModule(path, Lengthless(), 1, num_workers=0).setup("fit")
+    LengthPoolDataModule(path, Lengthless(), 1, num_workers=0, length_fn=text_length).setup("fit")
+
+
+def test_a_broken_encoder_shows_before_training(dataset: Callable[..., Path]) -> None:
+    with pytest.raises(ValueError, match="failed 3 times in a row"):
+        LengthPoolDataModule(dataset(LENGTHS), Broken(), 1, num_workers=0).setup("fit")
+
+
+def test_another_system_than_linux_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    with pytest.raises(RuntimeError, match="Linux only.*'darwin'"):
+        data(Path("anywhere"))
