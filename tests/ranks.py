@@ -85,8 +85,11 @@ def _wait(ranks: list[subprocess.Popen[bytes]], timeout: float) -> None:
     """Return when all have ended, time is up, or one has failed and the others had their grace."""
     deadline = time.monotonic() + timeout
     failed = False
-    while time.monotonic() < deadline and any(process.poll() is None for process in ranks):
-        if not failed and any(process.returncode for process in ranks):
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in ranks]
+        if None not in codes:
+            return
+        if not failed and any(codes):
             failed = True
             deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         time.sleep(0.02)
@@ -97,6 +100,9 @@ def _main(folder: str) -> None:
     sys.path.insert(0, str(Path(path).parent))
     result = getattr(importlib.import_module(Path(path).stem), name)(**kwargs)
     (Path(folder) / f"{os.environ['RANK']}.pkl").write_bytes(pickle.dumps(result))
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()  # left alive, gloo's threads now and then abort the exit
 
 
 if __name__ == "__main__":

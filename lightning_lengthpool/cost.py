@@ -1,0 +1,137 @@
+"""What a step costs, and how much of it is wasted: the formulas, on plain numbers.
+
+Every figure of this package, predicted or measured, comes from here. `costs`, `tokens` and `padded` are
+arrays of shape `[steps, ranks]`: one row for each gradient reduction, one column for each data-parallel rank.
+Costs may be padded tokens (a prediction) or seconds of a rank's own compute (a measurement).
+
+All functions raise `ValueError` where an array has the wrong number of dimensions or holds a negative,
+infinite or NaN entry. A fraction of nothing (no steps, or a total of zero) is NaN, never 0: nothing was
+measured.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Array = NDArray[np.float64]
+
+
+def padded_tokens(lengths: Sequence[float] | Array) -> float:
+    """Tokens of one batch once every sample is padded to the longest: `samples x longest`.
+
+    Args:
+        lengths: The samples' lengths in tokens, shape `[samples]`. An empty batch costs 0.
+
+    Example:
+        >>> padded_tokens([3, 5, 4])
+        15.0
+    """
+    values = _checked("lengths", lengths, ndim=1)
+    return float(values.size * values.max(initial=0.0))
+
+
+def sync_efficiency(costs: ArrayLike) -> float:
+    """Share of the ranks' time that is work: `sum over steps of mean over ranks / sum over steps of max over
+    ranks`.
+
+    Args:
+        costs: What each rank's step costs, shape `[steps, ranks]`, in any one unit.
+
+    Returns:
+        A number from `1 / ranks` (one rank works) to 1 (all ranks are equal at every step); NaN if the costs
+        sum to 0.
+
+    Example:
+        >>> sync_efficiency([[1, 3], [2, 2]])
+        0.8
+    """
+    return 1.0 - idle_fraction(costs)
+
+
+def idle_fraction(costs: ArrayLike) -> float:
+    """Share of the ranks' time spent waiting for the slowest rank: `1 - sync_efficiency(costs)`.
+
+    Args:
+        costs: What each rank's step costs, shape `[steps, ranks]`, in any one unit.
+
+    Returns:
+        A number from 0 to `1 - 1 / ranks`; NaN if the costs sum to 0.
+    """
+    values = _checked("costs", costs, ndim=2)
+    if not values.size:
+        return float("nan")
+    return float(rank_idle_fractions(values.sum(axis=0), float(values.max(axis=1).sum())).mean())
+
+
+def rank_idle_fractions(own: ArrayLike, slowest: float) -> Array:
+    """Each rank's share of its time spent waiting: `1 - own / slowest`. Their mean is the idle fraction.
+
+    It takes sums, so a long run need not keep its steps.
+
+    Args:
+        own: Each rank's cost, summed over steps, shape `[ranks]`.
+        slowest: The slowest rank's cost of each step, summed over steps.
+
+    Returns:
+        Shape `[ranks]`; NaN throughout if `slowest` is 0.
+    """
+    values = _checked("own", own, ndim=1)
+    return 1.0 - values / slowest if slowest > 0 else np.full(values.shape, np.nan)
+
+
+def padding_fraction(tokens: ArrayLike, padded: ArrayLike) -> float:
+    """Share of the tokens trained on that is padding: `1 - sum of tokens / sum of padded tokens`.
+
+    Args:
+        tokens: Real tokens, any shape.
+        padded: Tokens with padding, the same shape.
+
+    Returns:
+        A number from 0 (no padding) towards 1; NaN if there are no padded tokens.
+
+    Example:
+        >>> padding_fraction([5, 4], [6, 6])
+        0.25
+    """
+    real, total = _pair(tokens, padded)
+    return float(1.0 - real.sum() / total.sum()) if total.sum() > 0 else float("nan")
+
+
+def useful_fraction(tokens: ArrayLike, padded: ArrayLike) -> float:
+    """Share of the ranks' capacity that real tokens fill, waiting and padding both counted as waste.
+
+    `sum of tokens / (ranks x sum over steps of the slowest rank's padded tokens)`
+
+    Args:
+        tokens: Real tokens of each rank's step, shape `[steps, ranks]`.
+        padded: The same with padding, shape `[steps, ranks]`.
+
+    Returns:
+        A number from 0 to 1; NaN if there are no padded tokens.
+
+    Example:
+        >>> useful_fraction([[6, 8]], [[8, 10]])
+        0.7
+    """
+    real, total = _pair(tokens, padded, ndim=2)
+    capacity = total.shape[1] * total.max(axis=1).sum() if total.size else 0.0
+    return float(real.sum() / capacity) if capacity > 0 else float("nan")
+
+
+def _pair(tokens: ArrayLike, padded: ArrayLike, ndim: int | None = None) -> tuple[Array, Array]:
+    real, total = _checked("tokens", tokens, ndim), _checked("padded", padded, ndim)
+    if real.shape != total.shape:
+        raise ValueError(f"tokens and padded need one shape, got {list(real.shape)} and {list(total.shape)}.")
+    return real, total
+
+
+def _checked(name: str, values: ArrayLike, ndim: int | None = None) -> Array:
+    array = np.asarray(values, dtype=np.float64)
+    if ndim is not None and array.ndim != ndim:
+        expected = "[steps, ranks]" if ndim == 2 else "one dimension"
+        raise ValueError(f"{name} needs {expected}, got shape {list(array.shape)}.")
+    bad = array[~(np.isfinite(array) & (array >= 0))]
+    if bad.size:
+        raise ValueError(f"{name} must be finite and not negative, got {bad[0]} (leave out steps without a figure).")
+    return array

@@ -1,0 +1,144 @@
+"""One rank's step records, made from marks in time; it knows no Trainer."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_lengthpool import cost
+from lightning_lengthpool.records import COLUMNS
+
+
+@dataclass
+class _MicroBatch:
+    """What is known of one micro-batch; the marks are opaque until `elapsed` reads them."""
+
+    step: int
+    lengths: tuple[float, ...]
+    data_seconds: float
+    began: float
+    seconds: float = float("nan")
+    started: Any = None
+    last_gradient: Any = None
+    backward_returned: Any = None
+    collectives: int | None = None
+    hidden: bool = False
+
+
+class StepRecorder:
+    """Accumulate one rank's step records from marks in time. It knows no Trainer.
+
+    Calls of one micro-batch, in order: `begin`, `start_compute`, any number of rounds of `start_backward`,
+    `mark_gradient` and `end_backward`, then `end`. Other calls between two micro-batches are ignored.
+
+    Args:
+        clock: Host seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._open: _MicroBatch | None = None
+        self._done: list[_MicroBatch] = []
+        self._last_end = float("-inf")
+
+    def begin(
+        self,
+        step: int,
+        lengths: Sequence[float],
+        fetch_started: float | None = None,
+        data_seconds: float = float("nan"),
+    ) -> None:
+        """Open a micro-batch.
+
+        Args:
+            step: Number of the optimizer step that it belongs to.
+            lengths: Its samples' lengths in tokens.
+            fetch_started: When fetching it began, on the clock. It may have been fetched ahead, so the
+                micro-batch begins at the end of the previous one at the earliest. Default: it begins now.
+            data_seconds: Seconds spent waiting for it.
+        """
+        began = self._clock() if fetch_started is None else max(fetch_started, self._last_end)
+        self._open = _MicroBatch(step, tuple(map(float, lengths)), data_seconds, began)
+
+    def start_compute(self, collectives: int | None = 0) -> None:
+        """Own compute begins; only the first call counts.
+
+        Args:
+            collectives: How many this process has issued so far; None if that is not known.
+        """
+        if self._open is not None and self._open.started is None:
+            self._open.started, self._open.collectives = self._mark(), collectives
+
+    def start_backward(self, collectives: int | None = 0) -> None:
+        """A backward pass begins. If a collective ran since `start_compute`, compute cannot be told from waiting.
+
+        Args:
+            collectives: As for `start_compute`. Where either is not known, compute is absent too.
+        """
+        if self._open is not None and (collectives is None or collectives != self._open.collectives):
+            self._open.hidden = True
+
+    def mark_gradient(self) -> None:
+        """A local gradient is ready; the last call counts."""
+        if self._open is not None:
+            self._open.last_gradient = self._mark(self._open.last_gradient)
+
+    def end_backward(self) -> None:
+        """A backward pass has returned, reductions included; the last call counts."""
+        if self._open is not None:
+            self._open.backward_returned = self._mark()
+
+    def end(self) -> None:
+        """Close the micro-batch."""
+        if self._open is not None:
+            self._last_end = self._clock()
+            self._open.seconds = self._last_end - self._open.began
+            self._done.append(self._open)
+            self._open = None
+
+    def take(self, rank: int) -> np.ndarray:
+        """Return the closed micro-batches, and drop them.
+
+        Args:
+            rank: The data-parallel rank, for its column.
+
+        Returns:
+            Shape `[micro-batches, columns]`, float64, the columns as in `COLUMNS`.
+        """
+        rows = [self._row(micro_batch, rank) for micro_batch in self._done]
+        self._done = []
+        return np.array(rows, dtype=np.float64).reshape(-1, len(COLUMNS))
+
+    def _row(self, micro: _MicroBatch, rank: int) -> list[float]:
+        compute = wait = float("nan")
+        if not micro.hidden and None not in (micro.started, micro.last_gradient, micro.backward_returned):
+            compute = self._elapsed(micro.started, micro.last_gradient)
+            wait = self._elapsed(micro.last_gradient, micro.backward_returned)
+        lengths = micro.lengths
+        sizes = [len(lengths), sum(lengths), max(lengths, default=0.0), cost.padded_tokens(lengths)]
+        return [micro.step, rank, *sizes, micro.data_seconds, compute, wait, micro.seconds]
+
+    def _mark(self, previous: Any = None) -> Any:
+        """Mark this moment on the device's time line; `previous` is the mark that it replaces."""
+        return self._clock()
+
+    def _elapsed(self, start: Any, end: Any) -> float:
+        """Seconds between two marks; called only when the records are taken."""
+        return float(end - start)
+
+
+class CudaStepRecorder(StepRecorder):
+    """Marks are events on the current stream, so no step is synchronized. Untested on a GPU."""
+
+    def _mark(self, previous: torch.cuda.Event | None = None) -> torch.cuda.Event:
+        # a module may have thousands of gradients to mark: one event is recorded again and again
+        event = previous or torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _elapsed(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return start.elapsed_time(end) / 1000

@@ -1,0 +1,195 @@
+"""Step records: what is kept of each micro-batch on each rank, their file, and their sums.
+
+A step record is one micro-batch on one rank: a row of `steps.csv` with the columns `COLUMNS`. Rows are sorted
+by step, micro-batch and rank; with gradient accumulation several rows of a rank share a step. An empty cell
+is a figure that could not be measured. In memory records are a dict of columns, one array each, with NaN for
+an empty cell. All formulas are in `cost.py`.
+"""
+
+import csv
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_lengthpool import cost
+
+Array = NDArray[np.float64]
+
+COLUMNS = (
+    "step",
+    "rank",
+    "samples",
+    "tokens",
+    "longest",
+    "padded_tokens",
+    "data_seconds",
+    "compute_seconds",
+    "wait_seconds",
+    "step_seconds",
+)
+SUMMARY = (
+    "idle_fraction_compute",
+    "idle_fraction_tokens",
+    "padding_fraction",
+    "useful_fraction",
+    "tokens_per_second",
+    "seconds_per_step",
+    "data_wait_seconds",
+    "seconds_to_first_batch",
+)
+"""The figures of a whole run, see `RunTotals.summary`."""
+
+
+def read_steps(path: str | Path) -> dict[str, Array]:
+    """Read a `steps.csv`.
+
+    Args:
+        path: The file.
+
+    Returns:
+        One float64 array for each of `COLUMNS`, one entry a row; NaN for an empty cell.
+
+    Raises:
+        ValueError: If the header is not that of a step record file.
+    """
+    with Path(path).open(newline="") as file:
+        header, *rows = list(csv.reader(file)) or [[]]
+    if tuple(header) != COLUMNS:
+        raise ValueError(f"{path} is not a step record file: expected the header {','.join(COLUMNS)}.")
+    table = np.array([[float(cell) if cell else np.nan for cell in row] for row in rows]).reshape(-1, len(COLUMNS))
+    return dict(zip(COLUMNS, table.T, strict=True))
+
+
+def append_steps(path: str | Path, steps: Mapping[str, Array]) -> None:
+    """Append records to a `steps.csv`, which is begun with a header if it does not exist yet."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        if not file.tell():
+            writer.writerow(COLUMNS)
+        for row in zip(*(steps[name] for name in COLUMNS), strict=True):
+            writer.writerow([_cell(name, value) for name, value in zip(COLUMNS, row, strict=True)])
+
+
+def _cell(name: str, value: float) -> str:
+    if math.isnan(value):
+        return ""
+    return f"{value:.6f}" if name.endswith("seconds") else f"{value:.15g}"
+
+
+def by_step(steps: Mapping[str, Array]) -> dict[str, Array]:
+    """Sum the micro-batches of each step: what lies between two gradient reductions counts as one.
+
+    Args:
+        steps: Records, sorted as in a `steps.csv`.
+
+    Returns:
+        `step`, shape `[steps]`, `rank`, shape `[ranks]`, and all other columns but `longest`, shape `[steps,
+        ranks]`. A sum with a NaN in it is NaN.
+
+    Raises:
+        ValueError: If not every micro-batch has one row for each rank.
+    """
+    ranks = np.unique(steps["rank"])
+    rows, width = len(steps["rank"]), max(len(ranks), 1)
+    if rows % width or (steps["rank"].reshape(-1, width) != ranks).any():
+        raise ValueError(
+            f"Every micro-batch needs one row for each of the {len(ranks)} ranks, in order; these records have gaps, "
+            "or join runs on different numbers of ranks."
+        )
+    number = steps["step"].reshape(-1, width)[:, 0] if rows else steps["step"]
+    starts = np.flatnonzero(np.diff(number, prepend=np.nan) != 0)
+    summed = [name for name in COLUMNS if name not in ("step", "rank", "longest")]
+    grid = {name: steps[name].reshape(-1, width) for name in summed}
+    sums = {name: np.add.reduceat(table, starts) if rows else table for name, table in grid.items()}
+    return {"step": number[starts], "rank": ranks, **sums}
+
+
+class RunTotals:
+    """Running sums over the steps of a run: add chunks of records as they come, then ask for the summary."""
+
+    def __init__(self) -> None:
+        self.steps = self.compute_steps = 0
+        self._ranks: Array | None = None
+        self._own: dict[str, Array] = {}  # per rank, over all steps (the two of compute: over those that have them)
+        self._slowest = {"compute_seconds": 0.0, "padded_tokens": 0.0, "data_seconds": 0.0}
+        self._first_batch = np.nan
+        self._timed = {"tokens": 0.0, "seconds": 0.0}  # without the first step, which contains the start-up
+
+    def add(self, steps: Mapping[str, Array]) -> None:
+        """Add records; a step's micro-batches must come in one call."""
+        table = by_step(steps)
+        if not len(table["step"]):
+            return
+        if self._ranks is None:
+            self._ranks = table["rank"]
+            self._first_batch = float(steps["data_seconds"][: len(self._ranks)].max())
+            self._own = {name: np.zeros(len(self._ranks)) for name in table if name not in ("step", "rank")}
+        complete = np.isfinite(table["compute_seconds"]).all(axis=1)
+        first = 1 if self.steps == 0 else 0
+        self.steps += len(table["step"])
+        self.compute_steps += int(np.count_nonzero(complete))
+        for name, own in self._own.items():
+            rows = table[name][complete] if name in ("compute_seconds", "wait_seconds") else table[name]
+            own += rows.sum(axis=0)
+            if name in self._slowest:
+                self._slowest[name] += float(rows.max(axis=1).sum())
+        self._timed["tokens"] += float(table["tokens"][first:].sum())
+        self._timed["seconds"] += float(table["step_seconds"][first:].max(axis=1).sum())
+
+    def summary(self) -> dict[str, Any]:
+        """The figures of the run so far.
+
+        Returns:
+            `steps` and `compute_steps` (steps in which every rank's compute was measured; the other steps are
+            left out of the compute figures), the fractions `idle_fraction_compute`, `idle_fraction_tokens`,
+            `padding_fraction`, `useful_fraction`; `tokens_per_second` (all ranks) and `seconds_per_step`,
+            both without the first step; `seconds_to_first_batch`; `data_wait_seconds`, the sum over steps of
+            the longest wait for data; and `ranks`, for each rank a dict of its sums and its `idle_fraction`.
+            NaN where nothing was measured.
+        """
+        if self._ranks is None:
+            return dict.fromkeys(SUMMARY, np.nan) | {"steps": 0, "compute_steps": 0, "ranks": []}
+        own, count = self._own, len(self._ranks)
+        idle_tokens = cost.rank_idle_fractions(own["padded_tokens"], self._slowest["padded_tokens"])
+        idle_compute = np.full(count, np.nan)
+        if self.compute_steps:
+            idle_compute = cost.rank_idle_fractions(own["compute_seconds"], self._slowest["compute_seconds"])
+        slowest = np.full((1, count), self._slowest["padded_tokens"])
+        timed_steps, seconds = self.steps - 1, self._timed["seconds"]
+        return {
+            "steps": self.steps,
+            "compute_steps": self.compute_steps,
+            "idle_fraction_compute": float(idle_compute.mean()),
+            "idle_fraction_tokens": float(idle_tokens.mean()),
+            "padding_fraction": cost.padding_fraction(own["tokens"], own["padded_tokens"]),
+            "useful_fraction": cost.useful_fraction(own["tokens"][None], slowest),
+            "tokens_per_second": self._timed["tokens"] / seconds if seconds > 0 else np.nan,
+            "seconds_per_step": seconds / timed_steps if timed_steps else np.nan,
+            "seconds_to_first_batch": self._first_batch,
+            "data_wait_seconds": self._slowest["data_seconds"],
+            "ranks": [
+                {
+                    "rank": int(rank),
+                    "samples": int(own["samples"][i]),
+                    "tokens": float(own["tokens"][i]),
+                    "compute_seconds": float(own["compute_seconds"][i]) if self.compute_steps else np.nan,
+                    "wait_seconds": float(own["wait_seconds"][i]) if self.compute_steps else np.nan,
+                    "data_seconds": float(own["data_seconds"][i]),
+                    "idle_fraction": float((idle_compute if self.compute_steps else idle_tokens)[i]),
+                }
+                for i, rank in enumerate(self._ranks)
+            ],
+        }
+
+
+def summarize(steps: Mapping[str, Array]) -> dict[str, Any]:
+    """The figures of a run's records; see `RunTotals.summary`."""
+    totals = RunTotals()
+    totals.add(steps)
+    return totals.summary()
