@@ -1,0 +1,104 @@
+"""The command line: Lightning's own (`fit`, `validate`, `test`, `predict`), and `compare`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from jsonargparse import ArgumentParser
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+from lightning_lengthpool import LengthPoolDataModule, SyncMonitor
+from lightning_lengthpool.compare import compare
+from lightning_lengthpool.order import POLICIES
+
+DESCRIPTION = """Train with the same sample length on every rank at the same step.
+There is one more subcommand than Lightning's: 'compare --help' runs the same training once per policy."""
+
+
+class _Parser(LightningArgumentParser):
+    """Adds to a subcommand's help the settings of this package, which stand below 'init_args' in a YAML."""
+
+    def format_help(self) -> str:
+        text = super().format_help()
+        if "--data.help" not in text:
+            return text  # not one of the subcommands that take a data module
+        for key, cls in (("data.init_args", LengthPoolDataModule), ("trainer.callbacks.init_args", SyncMonitor)):
+            parser = ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
+            parser.add_class_arguments(cls, key)
+            text += f"\n{key} with class_path {cls.__module__.split('.')[0]}.{cls.__name__}:\n{parser.format_help()}"
+        return text
+
+
+class LengthPoolCLI(LightningCLI):
+    """`LightningCLI` for any model and data module; the command line of `train.py`."""
+
+    def __init__(self, args: Sequence[str] | None = None, **kwargs: Any) -> None:
+        super().__init__(
+            args=None if args is None else list(args),
+            parser_class=_Parser,
+            parser_kwargs={"description": DESCRIPTION},
+            save_config_kwargs={"overwrite": True},
+            **kwargs,
+        )
+
+
+class _ConfigParser(LengthPoolCLI):
+    """Parses a configuration without making anything of it."""
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        self.config = parser.parse_args(args)  # Lightning would warn that sys.argv is left aside
+
+    def instantiate_classes(self) -> None: ...
+
+    def _set_seed(self) -> None: ...
+
+    def _run_subcommand(self, subcommand: str) -> None: ...
+
+
+def parse_config(paths: Sequence[str]) -> Any:
+    """Parse YAMLs as `fit` would, later ones over earlier ones, and return the whole configuration."""
+    return _ConfigParser(args=["fit", *(part for path in paths for part in ("--config", str(path)))]).config["fit"]
+
+
+def _compare_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="compare",
+        description="Run the same training once per policy, each in fresh processes with the same seeds, and print the "
+        "measured figures side by side. Writes compare.json and compare.png.",
+    )
+    parser.add_argument("-c", "--config", action="append", required=True, help="YAML as for fit; may be given again")
+    parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES), help="what to compare")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        help="optimizer steps of each run, at least two pools; rounded up to whole pools, so that all policies see the "
+        "same samples (default: the config's max_steps)",
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=1, help="runs per policy, each with a seed of its own (default: 1)"
+    )
+    parser.add_argument("--out", default="runs/compare", help="folder for the results (default: %(default)s)")
+    parser.add_argument(
+        "--val_metric", help="logged name of the validation loss (default: the first with 'val' and 'loss' in it)"
+    )
+    return parser
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Entry point of `train.py` and of the console script."""
+    given = sys.argv[1:] if args is None else list(args)
+    if given[:1] != ["compare"]:
+        LengthPoolCLI(args)
+        return
+    parser = _compare_parser()
+    options = vars(parser.parse_args(given[1:]))
+    configs = options.pop("config")
+    try:
+        compare(parse_config(configs), configs, **options)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

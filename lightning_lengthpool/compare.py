@@ -1,0 +1,153 @@
+"""`compare`: the same training once per policy, measured side by side."""
+
+import csv
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_lengthpool.report import compare_figure, compare_runs, compare_table, print_table, write_json
+
+_SHOWN_OF_A_FAILURE = 3000  # characters of a failed run's output
+
+
+def compare(
+    config: Any,
+    configs: Sequence[str],
+    policies: Sequence[str],
+    steps: int | None = None,
+    repeats: int = 1,
+    out: str = "runs/compare",
+    val_metric: str | None = None,
+) -> dict[str, Any]:
+    """Train once per policy and repeat, and report the measured figures.
+
+    Every run starts fresh processes from the same configuration. The runs of one repeat share a seed, and cover whole
+    pools, so that all policies see the same samples. The policies take turns within a repeat, so that a machine that
+    slows down over time slows all of them.
+
+    Args:
+        config: The configuration, parsed.
+        configs: The YAMLs that it comes from.
+        policies: Names of policies; the first is the baseline of the figure.
+        steps: Optimizer steps of each run; None takes the configuration's `max_steps`. Rounded up to whole pools, and
+            to two of them at least.
+        repeats: Runs per policy.
+        out: Folder for each run's logs and for `compare.json` and `compare.png`.
+        val_metric: Logged name of the validation loss; None takes the first name with 'val' and 'loss' in it.
+
+    Returns:
+        What `compare.json` holds: see `report.compare_runs`.
+
+    Raises:
+        ValueError: If the configuration has no length pool, a number is out of range, or a run fails; the message
+            shows the end of the failed run's output.
+    """
+    if repeats < 1 or (steps is not None and steps < 1):
+        raise ValueError(f"repeats is {repeats} and steps is {steps}, expected integers of at least 1")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 or int(os.environ.get("SLURM_NTASKS", 1)) > 1:
+        raise ValueError("compare starts its own processes: run it once on one machine, not under torchrun or srun")
+    pool_steps, wanted = steps_per_pool(config), steps or config["trainer"].get("max_steps") or -1
+    total = pool_steps * max(2, math.ceil(wanted / pool_steps))
+    if total != wanted:
+        print(f"{total} steps a run: whole pools, {pool_steps} steps each, so that all policies see the same samples.")
+
+    runs: dict[str, list[dict[str, Any]]] = {policy: [] for policy in policies}
+    for repeat in range(repeats):
+        for policy in policies:
+            folder = Path(out).resolve() / f"{policy}-{repeat}"
+            started = time.monotonic()
+            print(f"policy {policy}, run {repeat + 1} of {repeats}, {total} steps ... ", end="", flush=True)
+            _run(config, configs, folder, policy, total, repeat)
+            print(f"{time.monotonic() - started:.0f} s", flush=True)
+            runs[policy].append(
+                {
+                    "steps_csv": str(folder / "sync" / "steps.csv"),
+                    "val_loss": last_logged(folder / "metrics.csv", val_metric),
+                }
+            )
+    result = {"configs": [str(path) for path in configs], "steps": total, **compare_runs(runs)}
+    print_table(compare_table(result["policies"]))
+    write_json(result, Path(out) / "compare.json")
+    compare_figure(result, Path(out) / "compare.png")
+    print(f"Written: {Path(out) / 'compare.json'} and {Path(out) / 'compare.png'}")
+    return result
+
+
+def steps_per_pool(config: Any) -> int:
+    """Optimizer steps after which every worker has handed out whole pools.
+
+    Worker `i % num_workers` makes a rank's batch `i`, so a whole number of pools of every worker is
+    `num_workers * lcm(pool_size, batch_size) / batch_size` micro-batches; accumulation takes several of them a step.
+
+    Raises:
+        ValueError: If the configuration's data module has no pool.
+    """
+    data = config.get("data")
+    settings = data.get("init_args") if data is not None else None
+    if settings is None or settings.get("pool_size") is None:
+        raise ValueError("the config's 'data' is not a LengthPoolDataModule (or one derived from it) with a pool_size")
+    batch_size = settings.get("batch_size") or 1
+    micro_batches = max(1, settings["num_workers"]) * math.lcm(max(1, settings["pool_size"]), batch_size) // batch_size
+    accumulated = config["trainer"].get("accumulate_grad_batches") or 1
+    return math.lcm(micro_batches, accumulated) // accumulated
+
+
+def last_logged(metrics_csv: Path, name: str | None) -> float | None:
+    """Return the last value of a metric in a `CSVLogger`'s file, None if it was never logged.
+
+    Args:
+        metrics_csv: The file.
+        name: Of the metric; None takes the first one with 'val' and 'loss' in its name.
+    """
+    if not metrics_csv.is_file():
+        return None
+    with metrics_csv.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    names = [name] if name else [column for column in rows[0] if "val" in column and "loss" in column] if rows else []
+    values = [row[names[0]] for row in rows if names and row.get(names[0])]
+    return float(values[-1]) if values else None
+
+
+def _run(config: Any, configs: Sequence[str], folder: Path, policy: str, steps: int, repeat: int) -> None:
+    """Run `fit` in fresh processes, with the configuration and one more YAML over it."""
+    trainer = config["trainer"]
+    micro_batches = steps * (trainer.get("accumulate_grad_batches") or 1)
+    seed = config["seed_everything"]
+    folder.mkdir(parents=True, exist_ok=True)
+    overlay = folder / "compare.yaml"
+    logger = {"save_dir": str(folder.parent), "name": folder.name, "version": ""}
+    overlay.write_text(
+        yaml.safe_dump(
+            {
+                "seed_everything": (42 if isinstance(seed, bool) else seed) + repeat,
+                "trainer": {
+                    "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": logger},
+                    "max_steps": steps,
+                    "max_epochs": -1,
+                    # One validation, when all policies have seen the same samples.
+                    "val_check_interval": micro_batches,
+                    "check_val_every_n_epoch": None,
+                    "num_sanity_val_steps": 0,
+                },
+                "data": {"init_args": {"policy": policy}},
+            }
+        )
+    )
+    command = [sys.executable, "-m", "lightning_lengthpool.cli", "fit"]
+    command += [part for path in (*configs, overlay) for part in ("--config", str(path))]
+    callbacks = trainer.get("callbacks") or []
+    if not any("SyncMonitor" in str(callback.get("class_path")) for callback in callbacks):
+        command.append("--trainer.callbacks+=lightning_lengthpool.SyncMonitor")
+    log = folder / "output.txt"
+    with log.open("w") as file:
+        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL).returncode
+    if code != 0:
+        tail = log.read_text(errors="replace")[-_SHOWN_OF_A_FAILURE:]
+        raise ValueError(f"the run of policy {policy} failed with exit status {code}; the end of {log}:\n{tail}")

@@ -1,0 +1,121 @@
+"""The command line in processes of its own, on the real demo."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's data sets, built once for this file; CI hands its own cache in."""
+    return Path(os.environ.get("LENGTHPOOL_CACHE") or tmp_path_factory.mktemp("cache"))
+
+
+def run(args: Sequence[str], cache: Path, cwd: Path, *, check: bool = True) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "train.py"), *args]
+    env = os.environ | {"LENGTHPOOL_CACHE": str(cache), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 or not check, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
+def configs(*names: str) -> list[str]:
+    return [part for name in names for part in ("--config", str(ROOT / "configs" / f"{name}.yaml"))]
+
+
+def steps(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+SHORT = ["--data.init_args.pool_size=4", "--trainer.max_steps=8", "--trainer.limit_val_batches=2"]
+SHORT += ["--trainer.val_check_interval=8"]
+
+
+def test_fit_trains_two_ranks_and_ends_with_the_monitors_table(cache: Path, tmp_path: Path) -> None:
+    done = run(["fit", *configs("demo"), *SHORT], cache, tmp_path)
+    assert "idle by compute seconds" in done.stdout and "8 of 8 steps" in done.stdout
+    folder = tmp_path / "runs" / "demo" / "version_0"
+    rows = steps(folder / "sync" / "steps.csv")
+    assert [(row["step"], row["rank"]) for row in rows] == [(str(s), r) for s in range(8) for r in "01"]
+    assert all(row["samples"] == "1" and int(row["tokens"]) > 0 and float(row["compute_seconds"]) > 0 for row in rows)
+    logged = steps(folder / "metrics.csv")
+    assert sum(bool(row["sync/idle_fraction"]) for row in logged) == 8
+    assert any(row["val/loss"] for row in logged)
+
+
+def test_blend_trains_on_both_data_sets_of_the_metadataset(cache: Path, tmp_path: Path) -> None:
+    code = "\n".join(
+        (
+            "import lightning_lengthpool.demo as demo",
+            "step = demo.OcrModel.training_step",
+            "def logged(self, batch, index):",
+            "    print('KEYS', *batch.__key__, flush=True)",
+            "    return step(self, batch, index)",
+            "demo.OcrModel.training_step = logged",
+            "from lightning_lengthpool.cli import main; main()",
+        )
+    )
+    script = tmp_path / "blend.py"
+    script.write_text(code)
+    command = [sys.executable, str(script), "fit", *configs("demo", "blend"), *SHORT, "--trainer.max_steps=16"]
+    env = os.environ | {"LENGTHPOOL_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    keys = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("KEYS")]
+    assert len(keys) == 2 * 16
+    assert {key.split("-")[0] for key in keys} == {"code", "prose"}
+
+
+def test_validate_covers_the_validation_set(cache: Path, tmp_path: Path) -> None:
+    single = ["--trainer.devices=1", "--trainer.strategy=auto", "--trainer.limit_val_batches=3"]
+    done = run(["validate", *configs("demo"), *single], cache, tmp_path)
+    assert "val/loss" in done.stdout
+
+
+def test_compare_measures_the_policies_side_by_side(cache: Path, tmp_path: Path) -> None:
+    short = tmp_path / "short.yaml"
+    short.write_text("trainer: {limit_val_batches: 2}\ndata: {init_args: {pool_size: 40}}\n")
+    args = ["compare", *configs("demo"), "--config", str(short), "--policies", "none", "pool", "--steps", "50"]
+    done = run([*args, "--out", "out"], cache, tmp_path)
+    assert "80 steps a run" in done.stdout  # two whole pools
+    for figure in ("idle by compute seconds", "idle by tokens", "padding", "tokens per second", "seconds per step"):
+        assert figure in done.stdout
+    assert "seconds to the first batch" in done.stdout and "validation loss" in done.stdout
+    result = json.loads((tmp_path / "out" / "compare.json").read_text())
+    none, pool = result["policies"]
+    assert (none["policy"], pool["policy"], result["steps"]) == ("none", "pool", 80)
+    assert pool["mean"]["idle_fraction_tokens"] < 0.6 * none["mean"]["idle_fraction_tokens"]
+    assert none["mean"]["val_loss"] > 0 and (tmp_path / "out" / "compare.png").stat().st_size > 10_000
+    rows = [steps(Path(policy["runs"][0]["steps_csv"])) for policy in result["policies"]]
+    for rank in "01":  # the same samples, in another order
+        lengths = [[row["tokens"] for row in policy if row["rank"] == rank] for policy in rows]
+        assert lengths[0] != lengths[1] and sorted(lengths[0]) == sorted(lengths[1])
+
+
+def test_a_run_that_fails_ends_compare_with_its_output(cache: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("data: {init_args: {val_path: /nowhere}}\nmodel: {init_args: {lr: -1.0}}\n")
+    done = run(["compare", *configs("demo"), "--config", str(broken), "--out", "out"], cache, tmp_path, check=False)
+    assert done.returncode == 2 and "the run of policy none failed" in done.stderr and "-1.0" in done.stderr
+
+
+def test_help_is_the_manual(cache: Path, tmp_path: Path) -> None:
+    text = run(["fit", "--help"], cache, tmp_path).stdout
+    for setting in ("pool_size", "policy", "length_fn", "every_n_steps", "virtual_epoch_length"):
+        assert f"init_args.{setting}" in text
+    assert "compare --help" in run(["--help"], cache, tmp_path).stdout
+    assert "--repeats" in run(["compare", "--help"], cache, tmp_path).stdout
+
+
+def test_a_wrong_setting_in_a_config_is_named(cache: Path, tmp_path: Path) -> None:
+    done = run(["fit", *configs("demo"), "--data.init_args.policy=sorted"], cache, tmp_path, check=False)
+    assert done.returncode != 0 and "policy is 'sorted', expected one of: none, pool" in done.stderr

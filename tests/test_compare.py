@@ -1,0 +1,61 @@
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_lengthpool.compare import compare, last_logged, steps_per_pool
+
+
+def config(accumulate: int = 1, max_steps: int = -1, **data: Any) -> dict[str, Any]:
+    settings = {"pool_size": 300, "batch_size": 1, "num_workers": 0, **data}
+    return {
+        "seed_everything": 1,
+        "trainer": {"accumulate_grad_batches": accumulate, "max_steps": max_steps},
+        "data": SimpleNamespace(get=lambda key: settings if key == "init_args" else None),
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({}, 300),
+        ({"num_workers": 1}, 300),
+        ({"num_workers": 3}, 900),
+        ({"batch_size": 4}, 75),
+        ({"batch_size": 7}, 300),  # 2,100 samples: seven pools, 300 batches
+        ({"batch_size": 4, "accumulate": 2}, 75),  # 75 micro-batches end in the middle of a step
+        ({"batch_size": 4, "accumulate": 3}, 25),
+        ({"pool_size": 0}, 1),
+        ({"batch_size": None}, 300),
+    ],
+)
+def test_runs_cover_whole_pools_of_every_worker(settings: dict, steps: int) -> None:
+    assert steps_per_pool(config(**settings)) == steps
+
+
+@pytest.mark.parametrize("data", [None, SimpleNamespace(get=lambda key: {"path": "x"})])
+def test_a_config_without_a_pool_is_named(data: Any) -> None:
+    with pytest.raises(ValueError, match="'data' is not a LengthPoolDataModule"):
+        steps_per_pool({"trainer": {}, "data": data})
+
+
+def test_under_torchrun_it_says_how_to_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="not under torchrun"):
+        compare(config(), ["x.yaml"], ["none"])
+
+
+@pytest.mark.parametrize("numbers", [{"repeats": 0}, {"steps": 0}])
+def test_a_number_out_of_range_is_named(numbers: dict) -> None:
+    with pytest.raises(ValueError, match="expected integers of at least 1"):
+        compare(config(), ["x.yaml"], ["none"], **numbers)
+
+
+def test_the_last_logged_value_of_the_validation_loss_counts(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    assert last_logged(path, None) is None
+    path.write_text("step,train/loss,val/loss,val/accuracy\n1,5.0,,\n2,,3.5,0.5\n3,4.0,,\n4,,2.5,0.75\n5,3.0,,\n")
+    assert last_logged(path, None) == 2.5
+    assert last_logged(path, "val/accuracy") == 0.75
+    assert last_logged(path, "val/other") is None
