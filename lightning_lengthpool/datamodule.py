@@ -18,13 +18,10 @@ from megatron.energon import (
     get_train_dataset,
     get_val_dataset,
 )
-from megatron.energon.epathlib import EPath
-from megatron.energon.flavors.webdataset.empty_dataset_error import EmptyDatasetError
-from megatron.energon.flavors.webdataset.metadata import EnergonDatasetType, get_dataset_type
-from megatron.energon.metadataset.loader import load_dataset
 
 from lightning_lengthpool.dataset import PoolSettings, check_integer
 from lightning_lengthpool.loader import EvalLoader, TrainLoader
+from lightning_lengthpool.splits import NoSplitError, split_size
 from lightning_lengthpool.task_encoder import require_length_pool, warn_not_stateless, with_length_pool
 
 _FIRST_BATCH_TIMEOUT = 600.0  # seconds until energon's watchdog speaks up: the first batch waits for a whole pool
@@ -50,7 +47,8 @@ class LengthPoolDataModule(LightningDataModule):
             sample's `total_len`, else `len(tokens)`.
         num_workers: Worker processes of each rank, the same on all ranks; 0 loads in the training process.
         shuffle_buffer_size: Samples in energon's shuffle buffer before encoding; None for no buffer.
-        packing_buffer_size: Samples that energon's packing chooses from (the pool then holds packs); None for no packing.
+        packing_buffer_size: Samples that energon's packing chooses from; None for no packing. The pool then holds
+            packs.
         max_samples_per_sequence: Samples that energon reads in a row from one shard; None for whole shards.
         virtual_epoch_length: Batches of an epoch on each rank; by default as many as one pass over the training split
             has: samples // (ranks * batch_size).
@@ -133,7 +131,7 @@ class LengthPoolDataModule(LightningDataModule):
             if stage == "fit":
                 self._check_training()
             elif stage in ("validate", "test"):
-                self._split_size(self.val_path, "val" if stage == "validate" else "test")
+                split_size(self.val_path, "val" if stage == "validate" else "test")
         except Exception as caught:
             error = caught
         failed = self._ranks_with(error is not None)
@@ -209,12 +207,12 @@ class LengthPoolDataModule(LightningDataModule):
     def _epoch_length(self, world_size: int) -> int:
         if self.virtual_epoch_length is not None:
             return self.virtual_epoch_length
-        return max(1, self._split_size(self.path, "train") // (world_size * (self.batch_size or 1)))
+        return max(1, split_size(self.path, "train") // (world_size * (self.batch_size or 1)))
 
     def _evaluation(self, split: str) -> EvalLoader | list[Any]:
         try:
-            samples = self._split_size(self.val_path, split)
-        except _NoSplitError:
+            samples = split_size(self.val_path, split)
+        except NoSplitError:
             return []
         world_size = self._worker_config(0).world_size
         if samples < world_size:
@@ -251,7 +249,7 @@ class LengthPoolDataModule(LightningDataModule):
 
     def _check_training(self) -> None:
         worker_config = self._worker_config(self.num_workers)
-        samples = self._split_size(self.path, "train")
+        samples = split_size(self.path, "train")
         workers = worker_config.world_size * max(1, self.num_workers)
         if samples < workers:
             raise ValueError(
@@ -283,41 +281,6 @@ class LengthPoolDataModule(LightningDataModule):
         finally:
             probe.close()
 
-    def _split_size(self, path: str | Path, split: str) -> int:
-        """Samples of a split over all ranks.
-
-        Raises:
-            FileNotFoundError: If there is nothing at `path`.
-            ValueError: If it is not a prepared energon data set.
-            _NoSplitError: If the data set has no such split, or an empty one.
-        """
-        where = EPath(path)
-        if not (where.is_file() or where.is_dir()):
-            raise FileNotFoundError(f"path is {str(path)!r}, but nothing is there. Set it to an energon data set.")
-        kind = get_dataset_type(where)
-        if kind not in (
-            EnergonDatasetType.WEBDATASET,
-            EnergonDatasetType.JSONL,
-            EnergonDatasetType.METADATASET,
-        ):
-            raise ValueError(
-                f"path is {str(path)!r}, which is not a prepared energon data set: it is neither a folder with a "
-                f"finished '.nv-meta' nor a metadataset YAML. Prepare a folder of tar shards with "
-                f"'energon prepare {path}'."
-            )
-        try:
-            datasets = load_dataset(path).get_datasets(
-                training=split == "train", split_part=split, worker_config=self._worker_config(0)
-            )
-        except (EmptyDatasetError, KeyError, AssertionError) as error:  # energon's three ways to say it
-            if isinstance(error, EmptyDatasetError) or split in str(error):
-                raise _NoSplitError(
-                    f"{path} has no {split!r} split, or an empty one. Its splits stand in '.nv-meta/split.yaml' (in "
-                    "the YAML of a metadataset under 'splits')."
-                ) from error
-            raise
-        return sum(len(loaded.dataset) for loaded in datasets.datasets)
-
     # ---- agreement between the ranks
 
     def _reduce(self, value: float, reduce_op: str) -> float:
@@ -333,7 +296,3 @@ class LengthPoolDataModule(LightningDataModule):
 
     def _max_over_ranks(self, value: int) -> int:
         return round(self._reduce(value, "max"))
-
-
-class _NoSplitError(ValueError):
-    """The data set has no such split."""

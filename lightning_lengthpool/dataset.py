@@ -9,7 +9,6 @@ whole pool but the first. A worker therefore holds at most `2 * pool_size` sampl
 """
 
 import math
-import numbers
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,9 +19,8 @@ from megatron.energon.wrappers.base import BaseWrapperDataset, SampleIndex
 from megatron.energon.wrappers.buffer import SavableSampleBuffer
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from lightning_lengthpool.length import LengthFn, get_field, sample_length
 from lightning_lengthpool.order import get_policy
-
-LengthFn = Callable[[Any], float]
 
 
 @dataclass(frozen=True)
@@ -84,46 +82,6 @@ def check_integer(name: str, value: Any, *, minimum: int | None = None, hint: st
     if isinstance(value, bool) or not isinstance(value, int) or (minimum is not None and value < minimum):
         bound = "" if minimum is None else f" of at least {minimum}"
         raise ValueError(f"{name} is {value!r}, expected an integer{bound}" + (f" ({hint})" if hint else ""))
-
-
-def get_field(sample: Any, name: str) -> Any:
-    """Return the attribute or dict key `name` of a sample, None where it has none."""
-    return sample.get(name) if isinstance(sample, dict) else getattr(sample, name, None)
-
-
-def sample_length(sample: Any, length_fn: LengthFn | None = None) -> float:
-    """Return a sample's length in tokens.
-
-    Args:
-        sample: An encoded sample: an object with attributes, or a dict.
-        length_fn: Takes the sample and gives its length. None: `total_len` if the sample has one, else
-            `len(tokens)`.
-
-    Raises:
-        ValueError: If the sample has no length, or one that is no number, not finite or negative; the message names
-            the sample's key.
-    """
-    if length_fn is not None:
-        value, origin = length_fn(sample), getattr(length_fn, "__qualname__", repr(length_fn))
-    elif (value := get_field(sample, "total_len")) is not None:
-        origin = "total_len"
-    elif (tokens := get_field(sample, "tokens")) is not None:
-        value, origin = len(tokens), "len(tokens)"
-    else:
-        names = sorted(sample if isinstance(sample, dict) else getattr(sample, "__dict__", {}))
-        raise ValueError(
-            f"sample {get_field(sample, '__key__')!r} ({type(sample).__name__}) has no length: it has neither "
-            f"'total_len' nor 'tokens', only {', '.join(map(repr, names)) or 'no fields'}. Let the encoder set one of "
-            "the two, or name a function with length_fn (in YAML: 'length_fn: my_package.my_length')."
-        )
-    if hasattr(value, "item"):  # a tensor or array of one number
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not (0 <= value < math.inf):
-        raise ValueError(
-            f"sample {get_field(sample, '__key__')!r} has the length {value!r} (from {origin}), "
-            "expected a finite number of at least 0"
-        )
-    return value
 
 
 class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):

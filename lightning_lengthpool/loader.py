@@ -3,7 +3,7 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,36 @@ class BatchRecord(NamedTuple):
     lengths: tuple[float, ...]
     fetch_started: float
     data_seconds: float
+
+
+class Sources:
+    """A batch's `__sources__`, in a wrapping that Lightning does not look into; iterate over it.
+
+    Lightning takes a batch apart to move its tensors to the device, and refuses the frozen dataclasses with which
+    energon tells where each sample was read.
+    """
+
+    def __init__(self, sources: Iterable[Any]) -> None:
+        self._sources = tuple(sources)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._sources)
+
+    def __repr__(self) -> str:
+        return f"Sources{self._sources}"
+
+
+def shield_sources(batch: Any) -> Any:
+    """Wrap a batch's `__sources__`, or those of each sample of a list, as `Sources`; returns the batch."""
+    if isinstance(batch, (list, tuple)):
+        for sample in batch:
+            shield_sources(sample)
+    elif isinstance(batch, dict):
+        if isinstance(batch.get("__sources__"), (list, tuple)):
+            batch["__sources__"] = Sources(batch["__sources__"])
+    elif isinstance(getattr(batch, "__sources__", None), (list, tuple)):
+        batch.__sources__ = Sources(batch.__sources__)
+    return batch
 
 
 class TrainLoader:
@@ -52,7 +82,7 @@ class TrainLoader:
             started = time.perf_counter()
             pooled = next(self._stream)
             self._records.append(BatchRecord(pooled.lengths, started, time.perf_counter() - started))
-            yield pooled.batch
+            yield shield_sources(pooled.batch)
 
     def pop_record(self) -> BatchRecord:
         """Return the record of the batch that is consumed now; to be called once for each batch, in order."""
@@ -118,7 +148,7 @@ class EvalLoader:
                 if fresh is None:
                     self._first_repeat = min(self._first_repeat, index)
                 else:
-                    batch = fresh
+                    batch = shield_sources(fresh)
                 yield batch
                 index += 1
         finally:

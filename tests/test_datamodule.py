@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import LengthEncoder, LengthSample
 from lightning.pytorch import LightningModule, Trainer
-from megatron.energon import SkipSample, TextSample, WorkerConfig, stateless
+from megatron.energon import DefaultTaskEncoder, SkipSample, TextSample, WorkerConfig, stateless
 from ranks import run_ranks
 from torchmetrics import MeanMetric
 
@@ -146,6 +146,35 @@ def test_the_record_of_each_batch_comes_in_step(dataset: Callable[..., Path]) ->
     ahead = [batch["lengths"] for batch in loader]
     assert [loader.pop_record().lengths for _ in ahead] == [tuple(lengths) for lengths in ahead]
     loader.close()
+
+
+class PlainEncoder(DefaultTaskEncoder):
+    """Leaves the batch to energon, which puts the sources of its samples in."""
+
+    @stateless
+    def encode_sample(self, sample: TextSample) -> LengthSample:
+        return LengthSample.derive_from(sample, total_len=int(sample.text))
+
+
+class SourceReader(Recorder):
+    sources: list[str] = []
+
+    def training_step(self, batch: LengthSample) -> torch.Tensor:
+        self.sources = [source.shard_name for (source,) in batch.__sources__]
+        return self.weight * 1.0
+
+    def validation_step(self, batch: LengthSample, batch_idx: int) -> None:
+        assert [source.index for (source,) in batch.__sources__]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_a_batch_keeps_its_sources_through_lightnings_transfer(
+    dataset: Callable[..., Path], tmp_path: Path, precision: Any
+) -> None:
+    model, path = SourceReader(), dataset(LENGTHS, val=[5] * 4)
+    module = LengthPoolDataModule(path, PlainEncoder(), 2, pool_size=4, num_workers=0)
+    trainer(tmp_path, max_steps=2, precision=precision).fit(model, module)
+    assert model.sources == ["train-000000.tar"] * 2
 
 
 # ---- two ranks

@@ -1,0 +1,48 @@
+"""What stands at a path: the splits of an energon data set, and clear errors where there are none."""
+
+from pathlib import Path
+
+from megatron.energon import WorkerConfig
+from megatron.energon.epathlib import EPath
+from megatron.energon.flavors.webdataset.empty_dataset_error import EmptyDatasetError
+from megatron.energon.flavors.webdataset.metadata import EnergonDatasetType, get_dataset_type
+from megatron.energon.metadataset.loader import load_dataset
+
+
+class NoSplitError(ValueError):
+    """The data set has no such split, or an empty one."""
+
+
+def split_size(path: str | Path, split: str) -> int:
+    """Samples of a split over all ranks.
+
+    Raises:
+        FileNotFoundError: If there is nothing at `path`.
+        ValueError: If it is not a prepared energon data set.
+        NoSplitError: If the data set has no such split, or an empty one.
+    """
+    where = EPath(path)
+    if not (where.is_file() or where.is_dir()):
+        raise FileNotFoundError(f"path is {str(path)!r}, but nothing is there. Set it to an energon data set.")
+    kind = get_dataset_type(where)
+    if kind in (EnergonDatasetType.INVALID, EnergonDatasetType.FILESYSTEM):
+        raise ValueError(
+            f"path is {str(path)!r}, which is not a prepared energon data set: it is neither a folder with a "
+            f"finished '.nv-meta' nor a metadataset YAML. Prepare a folder of tar shards with "
+            f"'energon prepare {path}'."
+        )
+    missing = NoSplitError(
+        f"{path} has no {split!r} split, or an empty one. Its splits stand in '.nv-meta/split.yaml' (in the YAML of a "
+        "metadataset under 'splits')."
+    )
+    if kind is EnergonDatasetType.JSONL and split != "train":
+        raise missing  # energon would give all samples as any split
+    try:
+        datasets = load_dataset(path).get_datasets(
+            training=split == "train", split_part=split, worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0)
+        )
+    except (EmptyDatasetError, KeyError, AssertionError) as error:  # energon's three ways to say it
+        if isinstance(error, EmptyDatasetError) or repr(split) in str(error):
+            raise missing from error
+        raise
+    return sum(len(loaded.dataset) for loaded in datasets.datasets)
