@@ -1,5 +1,7 @@
 """The loaders that Lightning iterates: plain iterables around energon's own."""
 
+import contextlib
+import itertools
 import math
 import time
 from collections import deque
@@ -7,7 +9,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from megatron.energon import SavableDataLoader
+from megatron.energon.savable_loader import SavableDataLoaderState, SavableDatasetCheckpoint, SavableDatasetState
 from torch.utils.data import DataLoader
+
+from lightning_lengthpool.dataset import LengthPoolDataset, PooledBatch
 
 
 class BatchRecord(NamedTuple):
@@ -55,21 +61,53 @@ def shield_sources(batch: Any) -> Any:
 
 
 class TrainLoader:
-    """Cuts energon's endless stream into epochs of `length` batches.
+    """Cuts energon's endless stream into epochs of `length` batches, and knows its place in it.
 
     The stream is one iterator that lives on from epoch to epoch: worker processes are started once, and an epoch that
     is left early (`limit_train_batches`) goes on where it was left.
 
     Args:
         loader: energon's, yields `PooledBatch`es without end.
+        pool: The data set in it that makes them.
         length: Batches of an epoch, the same on all ranks.
+        state: A place to go on from, as `state` returned it.
     """
 
-    def __init__(self, loader: DataLoader, length: int) -> None:
+    def __init__(
+        self,
+        loader: SavableDataLoader,
+        pool: LengthPoolDataset,
+        length: int,
+        state: dict[str, Any] | None = None,
+    ) -> None:
         self._loader = _pin_where_possible(loader)
         self._length = length
         self._stream: Iterator[Any] | None = None
         self._records: deque[BatchRecord] = deque(maxlen=1024)  # bounded, for nobody has to ask for them
+        self._workers: list[dict[str, Any] | None] = [None] * max(1, loader.num_workers)
+        self._batches = self._position = 0
+        if state is not None:
+            self._workers, self._batches = list(state["workers"]), state["batches"]
+            self._position = state["position"]
+            self._go_on(pool)
+
+    def _go_on(self, pool: LengthPoolDataset) -> None:
+        """Let each logical worker go on from its place, and the one whose turn it is come first."""
+        pool.resume_from = {worker: state for worker, state in enumerate(self._workers) if state is not None}
+        slots = [0 if state is None else state["place"]["slots"] for state in self._workers]
+        if self._loader.num_workers == 0:
+            self._loader.dataset._sample_index = slots[0]
+            return
+        places = [
+            SavableDatasetCheckpoint(
+                state=SavableDatasetState(rng=None, dataset_state=None, sample_index=number), offset=0
+            )
+            for number in slots
+        ]
+        turn = self._batches % len(self._workers)
+        self._loader.restore_state_rank(
+            SavableDataLoaderState(worker_states=places, next_worker_id=turn, micro_batch_size=None)
+        )
 
     def __len__(self) -> int:
         return self._length
@@ -78,11 +116,28 @@ class TrainLoader:
         if self._stream is None:
             self._stream = iter(self._loader)
         self._records.clear()
-        for _ in range(self._length):
+        # Lightning does not skip what an epoch has had before it was saved: it expects what remains.
+        start = self._position if self._position < self._length else 0
+        for position in range(start, self._length):
             started = time.perf_counter()
             pooled = next(self._stream)
             self._records.append(BatchRecord(pooled.lengths, started, time.perf_counter() - started))
+            self._follow(pooled)
+            self._position = position + 1
             yield shield_sources(pooled.batch)
+
+    def _follow(self, pooled: PooledBatch) -> None:
+        """Keep the place of the worker that has made this batch: batch i comes from worker i % workers."""
+        worker = self._batches % len(self._workers)
+        snapshot = pooled.snapshot
+        if snapshot is None and (last := self._workers[worker]) is not None:
+            snapshot = last["snapshot"]
+        self._workers[worker] = {"snapshot": snapshot, "place": pooled.place}
+        self._batches += 1
+
+    def state(self) -> dict[str, Any]:
+        """The place after the last batch that was yielded, plain; prefetched batches do not count."""
+        return {"workers": list(self._workers), "batches": self._batches, "position": self._position}
 
     def pop_record(self) -> BatchRecord:
         """Return the record of the batch that is consumed now; to be called once for each batch, in order."""
@@ -123,6 +178,7 @@ class EvalLoader:
         self._world_size = world_size
         self._name = name
         self._first_repeat = math.inf
+        self._open: DataLoader | None = None
 
     def __len__(self) -> int:
         if self._length is None:
@@ -130,29 +186,36 @@ class EvalLoader:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
+        self.close()
         self._first_repeat = math.inf
-        loader = _pin_where_possible(self._build())
-        stream, batch = iter(loader), None
-        index = 0
-        try:
-            while True:
-                fresh = next(stream, None)
-                having = self._ranks_with(fresh is not None)
-                if having == 0:
-                    return
-                if index == 0 and having < self._world_size:
-                    raise ValueError(
-                        f"{self._world_size - having} of {self._world_size} ranks got no {self._name} batch: all their "
-                        "samples were skipped, or there are too few. Use fewer ranks or a larger set."
-                    )
-                if fresh is None:
-                    self._first_repeat = min(self._first_repeat, index)
-                else:
-                    batch = shield_sources(fresh)
-                yield batch
-                index += 1
-        finally:
-            _stop_workers(loader)
+        self._open = _pin_where_possible(self._build())
+        stream = iter(self._open)
+        fresh, batch = next(stream, None), None
+        having = self._ranks_with(fresh is not None)
+        if 0 < having < self._world_size:
+            raise ValueError(
+                f"{self._world_size - having} of {self._world_size} ranks got no {self._name} batch: all their samples "
+                "were skipped, or there are too few. Use fewer ranks or a larger set."
+            )
+        for index in itertools.count():
+            if having == 0:
+                return
+            if fresh is None:
+                self._first_repeat = min(self._first_repeat, index)
+            else:
+                batch = shield_sources(fresh)
+            # Looked for before this one is used: Lightning does not come back after the last, when the workers can go.
+            fresh = next(stream, None)
+            having = self._ranks_with(fresh is not None)
+            if having == 0:
+                self.close()
+            yield batch
+
+    def close(self) -> None:
+        """Stop the worker processes."""
+        if self._open is not None:
+            _stop_workers(self._open)
+            self._open = None
 
     def is_repeat(self, batch_idx: int) -> bool:
         """Whether batch `batch_idx` of the run that is under way was yielded before."""
@@ -169,5 +232,6 @@ def _stop_workers(loader: DataLoader) -> None:
     """End a loader's worker processes now: torch leaves persistent ones to the garbage collector."""
     iterator = getattr(loader, "_iterator", None)
     if iterator is not None and hasattr(iterator, "_shutdown_workers"):
-        iterator._shutdown_workers()
+        with contextlib.suppress(RuntimeError):  # torch's word that a worker was dead already
+            iterator._shutdown_workers()
         loader._iterator = None

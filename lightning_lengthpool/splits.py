@@ -1,6 +1,9 @@
 """What stands at a path: the splits of an energon data set, and clear errors where there are none."""
 
+import hashlib
+import json
 from pathlib import Path
+from typing import Any
 
 from megatron.energon import WorkerConfig
 from megatron.energon.epathlib import EPath
@@ -14,7 +17,33 @@ class NoSplitError(ValueError):
 
 
 def split_size(path: str | Path, split: str) -> int:
-    """Samples of a split over all ranks.
+    """Samples of a split over all ranks; raises what `load_split` raises."""
+    return sum(map(len, load_split(path, split)))
+
+
+def require_samples(path: str | Path, split: str, needed: int, for_whom: str, way_out: str) -> None:
+    """Check that a split has a sample for everyone who needs one.
+
+    Raises:
+        ValueError: If it has not; the message names the counts. What `load_split` raises, too.
+    """
+    if (samples := split_size(path, split)) < needed:
+        raise ValueError(
+            f"the {split} split of {path} has {samples} samples for {for_whom}, and each needs one. Use fewer ranks, a "
+            f"larger split, or {way_out}."
+        )
+
+
+def describe_split(path: str | Path, split: str) -> str:
+    """A short text that differs if the split's samples or their order do, wherever the data set lies."""
+    parts = load_split(path, split)
+    shards = [[shard.name, shard.count] for part in parts for shard in getattr(part, "shards", [])]
+    digest = hashlib.sha256(json.dumps([shards, list(map(len, parts))]).encode()).hexdigest()[:8]
+    return f"{sum(map(len, parts))} samples in {len(shards)} shards of {len(parts)} data sets ({digest})"
+
+
+def load_split(path: str | Path, split: str) -> list[Any]:
+    """The data sets (energon's factories) that make up a split.
 
     Raises:
         FileNotFoundError: If there is nothing at `path`.
@@ -45,4 +74,4 @@ def split_size(path: str | Path, split: str) -> int:
         if isinstance(error, EmptyDatasetError) or repr(split) in str(error):
             raise missing from error
         raise
-    return sum(len(loaded.dataset) for loaded in datasets.datasets)
+    return [loaded.dataset for loaded in datasets.datasets]

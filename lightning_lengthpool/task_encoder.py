@@ -1,23 +1,27 @@
 """Puts the length pool into any energon `TaskEncoder`, without the user changing a line of it.
 
-energon builds its pipeline through the encoder's `build_batch`, after encoding and before batching. `with_length_pool`
-returns a copy of the encoder whose class has one more base between the user's classes and `TaskEncoder`, so that
-everything else, also a `build_batch` of the user's own which calls `super().build_batch(...)`, stays as it was.
+energon builds its pipeline through `TaskEncoder.build_batch`, after encoding and before batching. `length_pool` puts
+the pool in that method's place while a data set is built, and only then: the encoder itself is neither copied nor
+derived from, so whatever its class looks like it stays the same object, and a `build_batch` of the user's own which
+calls `super().build_batch(...)` finds the pool there as well.
 
 Without packing the pool sits before `postencode_sample`, so that it holds light samples. With packing it sits after
 energon's packing, which would mix its order up again, and holds packs.
 """
 
-import copy
 import inspect
-import types
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from megatron.energon import SavableDataset, TaskEncoder, WorkerConfig
-from megatron.energon.task_encoder.base import get_failure_tolerance, get_stateless
-from megatron.energon.wrappers import LogSampleDataset
+from megatron.energon.flavors.base_dataset import set_sample_restore_key
+from megatron.energon.task_encoder.base import get_stateless
+from megatron.energon.wrappers import LogSampleDataset, PackingDataset
 
-from lightning_lengthpool.dataset import LengthPoolDataset, PoolSettings
+from lightning_lengthpool.dataset import LengthPoolDataset
+from lightning_lengthpool.pool import PoolSettings
 
 _STATELESS_METHODS = (
     "cook_crude_sample",
@@ -30,13 +34,42 @@ _STATELESS_METHODS = (
 )
 
 
-class _LengthPoolSeam(TaskEncoder):
-    """The base that `with_length_pool` slips in below the user's classes."""
+class _RestorablePacks(PackingDataset):
+    """energon's packing, whose packs can be restored also if `postencode_sample` has made their samples.
 
-    _pool_settings: PoolSettings
+    energon 7.4 takes the packing's own part off the keys of such samples twice, and then fails.
+    """
+
+    def restore_sample(self, restore_key: Any) -> Any:
+        try:
+            return super().restore_sample(restore_key)
+        except AssertionError:
+            pack, index, *samples = restore_key
+            sample = super().restore_sample((pack, index, *((*key[:2], *key) for key in samples)))
+            return set_sample_restore_key(sample, *restore_key[1:], src=self)
+
+
+_RestorablePacks.__name__ = PackingDataset.__name__  # which stands in the keys
+
+
+_build_batch = TaskEncoder.build_batch  # energon's own, for the packing
+
+
+@contextmanager
+def length_pool(
+    task_encoder: TaskEncoder, settings: PoolSettings, failure_tolerance: int | None = None
+) -> Iterator[None]:
+    """Within this context, training data sets that `task_encoder` builds end in a length pool.
+
+    Args:
+        task_encoder: Any energon task encoder that `check_encoder` accepts.
+        settings: The pool.
+        failure_tolerance: Failures in a row that energon's wrappers and the pool let pass, if the failing method does
+            not say so itself; None for the encoder's own default.
+    """
 
     def build_batch(
-        self,
+        self: TaskEncoder,
         dataset: SavableDataset,
         *,
         batch_size: int | None,
@@ -46,37 +79,44 @@ class _LengthPoolSeam(TaskEncoder):
     ) -> SavableDataset:
         postencode = self.postencode_sample if self._is_overridden(self.postencode_sample) else None
         if packing_buffer_size is not None:
-            dataset = super().build_batch(
-                dataset,
-                batch_size=None,
-                packing_buffer_size=packing_buffer_size,
-                worker_config=worker_config,
-            )
+            settings_of_packing = {"packing_buffer_size": packing_buffer_size, "worker_config": worker_config}
+            dataset = _build_batch(self, dataset, batch_size=None, **settings_of_packing)
             postencode = None  # energon's packing has applied it
+            if type(dataset) is PackingDataset:
+                dataset.__class__ = _RestorablePacks
         return LengthPoolDataset(
             dataset,
             batch_size=batch_size or 1,
-            settings=self._pool_settings,
+            settings=settings,
             # As in energon: without a batch size a pack is the batch, and it is neither collated nor encoded.
             batch=None if batch_size is None else self.batch,
             encode_batch=self.encode_batch if self._is_overridden(self.encode_batch) else None,
             postencode=postencode,
-            failure_tolerance=get_failure_tolerance(self.batch, self.__default_failure_tolerance__),
+            failure_tolerance=self.__default_failure_tolerance__,
             worker_config=worker_config,
         )
 
+    own = vars(task_encoder)  # past a __setattr__ that may forbid it
+    tolerance = "__default_failure_tolerance__"
+    before = {tolerance: own[tolerance]} if tolerance in own else {}
+    TaskEncoder.build_batch = build_batch
+    if failure_tolerance is not None:
+        own[tolerance] = failure_tolerance
+    try:
+        yield
+    finally:
+        TaskEncoder.build_batch = _build_batch
+        own.pop(tolerance, None)
+        own.update(before)
 
-def with_length_pool(task_encoder: TaskEncoder, settings: PoolSettings) -> TaskEncoder:
-    """Return a copy of `task_encoder` whose training batches come out of a length pool.
 
-    Args:
-        task_encoder: Any energon task encoder; it is left as it is.
-        settings: The pool.
+def check_encoder(task_encoder: TaskEncoder) -> None:
+    """Check that a task encoder can be combined with a length pool.
 
     Raises:
-        TypeError: If `task_encoder` is not an instance of energon's `TaskEncoder`.
-        ValueError: If the encoder groups samples for batches (`batch_group_criterion`), or if `batch` or
-            `encode_batch` is a generator: a slot is exactly one batch on every rank.
+        TypeError: If it is not an instance of energon's `TaskEncoder`.
+        ValueError: If it groups samples for batches (`batch_group_criterion`), or if `batch` or `encode_batch` is a
+            generator: a slot is exactly one batch on every rank.
     """
     if not isinstance(task_encoder, TaskEncoder):
         kind = f"the class {task_encoder.__name__}" if isinstance(task_encoder, type) else repr(task_encoder)
@@ -93,18 +133,10 @@ def with_length_pool(task_encoder: TaskEncoder, settings: PoolSettings) -> TaskE
                 f"{_name(cls, method)} is a generator. Every rank must make exactly one batch of each slot, or the "
                 "ranks drift apart: return one batch instead of yielding several."
             )
-    bases = (cls, _LengthPoolSeam)
-    pooled = copy.copy(task_encoder)
-    pooled.__class__ = types.new_class(
-        cls.__name__,
-        bases,
-        exec_body=lambda ns: ns.update(__module__=cls.__module__, _pool_settings=settings),
-    )
-    return pooled
 
 
-def require_length_pool(dataset: SavableDataset, task_encoder: TaskEncoder) -> None:
-    """Check that the data set which the encoder has built ends in a length pool.
+def require_length_pool(dataset: SavableDataset, task_encoder: TaskEncoder) -> LengthPoolDataset:
+    """Return the length pool in which the data set ends that the encoder has built.
 
     Raises:
         ValueError: If a method of the user's own builds its batches around the pool; the message names it.
@@ -112,36 +144,40 @@ def require_length_pool(dataset: SavableDataset, task_encoder: TaskEncoder) -> N
     if isinstance(dataset, LogSampleDataset):
         dataset = dataset.dataset
     if isinstance(dataset, LengthPoolDataset):
-        return
-    cls = type(task_encoder)
-    overridden = [name for name in ("build_batch", "build_train_datasets") if _owner(cls, name) is not TaskEncoder]
+        return dataset
+    owners = {name: _owner(task_encoder, name) for name in ("build_batch", "build_train_datasets")}
+    methods = [_name(owner, name) for name, owner in owners.items() if owner is not TaskEncoder]
     raise ValueError(
-        f"{' and '.join(_name(_owner(cls, name), name) for name in overridden)} cannot be combined with the length "
-        "pool, which has to form the batches as the last thing that happens to the samples. End the method with "
-        "'return super().build_batch(dataset, ...)', or remove it: the pool forms the batches with the encoder's own "
-        "batch() and encode_batch()."
+        f"{' and '.join(methods)} cannot be combined with the length pool, which has to form the batches as the last "
+        "thing that happens to the samples. End the method with 'return super().build_batch(dataset, ...)', or remove "
+        "it: the pool forms the batches with the encoder's own batch() and encode_batch()."
     )
 
 
-def warn_not_stateless(task_encoder: TaskEncoder) -> None:
-    """Warn of each method of the encoder that energon cannot repeat when it restores a sample."""
+def methods_not_stateless(task_encoder: TaskEncoder) -> list[str]:
+    """The names of the encoder's methods that energon cannot repeat when it restores a sample."""
     methods = [getattr(task_encoder, name) for name in _STATELESS_METHODS]
     methods = [method for method in methods if task_encoder._is_overridden(method)]
     methods += [cooker.cook for cooker in task_encoder.cookers]
-    for method in methods:
-        if not get_stateless(method):
-            name = getattr(method, "__qualname__", repr(method))
-            warnings.warn(
-                f"{name} is not marked @stateless: a checkpoint cannot restore its samples. If its result depends on "
-                "the sample alone, decorate it with @megatron.energon.stateless; if it draws random numbers, with "
-                "@stateless(restore_seeds=True).",
-                stacklevel=2,
-            )
+    return [getattr(method, "__qualname__", repr(method)) for method in methods if not get_stateless(method)]
 
 
-def _owner(cls: type, method: str) -> type:
-    """Return the class of the user's, or energon's, that defines `method` for `cls`."""
-    return next(base for base in cls.__mro__ if method in vars(base) and base is not _LengthPoolSeam)
+def warn_not_stateless(task_encoder: TaskEncoder) -> None:
+    """Warn of each of the `methods_not_stateless`."""
+    for name in methods_not_stateless(task_encoder):
+        warnings.warn(
+            f"{name} is not marked @stateless: a checkpoint cannot restore its samples. If its result depends on the "
+            "sample alone, decorate it with @megatron.energon.stateless; if it draws random numbers, with "
+            "@stateless(restore_seeds=True).",
+            stacklevel=2,
+        )
+
+
+def _owner(task_encoder: TaskEncoder, method: str) -> type:
+    """The class that defines a method; the encoder's own class if it was set on the object."""
+    if method in vars(task_encoder):
+        return type(task_encoder)
+    return next(cls for cls in type(task_encoder).__mro__ if method in vars(cls))
 
 
 def _name(cls: type, method: str) -> str:

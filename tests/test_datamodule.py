@@ -15,9 +15,10 @@ from megatron.energon import DefaultTaskEncoder, SkipSample, TextSample, WorkerC
 from ranks import run_ranks
 from torchmetrics import MeanMetric
 
-from lightning_lengthpool import LengthPoolDataModule
+from lightning_lengthpool import LengthPoolDataModule, SyncMonitor
 
-LENGTHS = [int(random.Random(1).lognormvariate(5, 1)) for _ in range(120)]
+RNG = random.Random(1)
+LENGTHS = [int(RNG.lognormvariate(5, 1)) for _ in range(120)]
 
 
 class Recorder(LightningModule):
@@ -177,6 +178,52 @@ def test_a_batch_keeps_its_sources_through_lightnings_transfer(
     assert model.sources == ["train-000000.tar"] * 2
 
 
+class ReachesTheEnd(Recorder):
+    """Notes how many worker processes live at each epoch's end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.workers: list[int] = []
+
+    def on_train_epoch_end(self) -> None:
+        self.workers.append(len(multiprocessing.active_children()))
+
+
+def test_reloading_the_loader_goes_on_and_leaves_no_worker_behind(dataset: Callable[..., Path], tmp_path: Path) -> None:
+    path = dataset(LENGTHS, val=[5] * 4)
+    whole, model = Recorder(), ReachesTheEnd()
+    trainer(tmp_path, max_steps=40, max_epochs=-1).fit(whole, data(path))
+    settings = dict(max_epochs=4, reload_dataloaders_every_n_epochs=1, callbacks=[SyncMonitor()])
+    trainer(tmp_path, **settings).fit(model, data(path, virtual_epoch_length=10, num_workers=1))
+    assert model.train_keys == whole.train_keys
+    assert model.workers == [1] * 4 and multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_exception_leaves_no_worker_behind(
+    dataset: Callable[..., Path], tmp_path: Path, error: type[BaseException]
+) -> None:
+    class Fails(Recorder):
+        def training_step(self, batch: dict) -> torch.Tensor:
+            raise error("planted")
+
+    with pytest.raises((RuntimeError, SystemExit)):
+        trainer(tmp_path, max_steps=4).fit(Fails(), data(dataset(LENGTHS, val=[5] * 9), num_workers=2))
+    assert multiprocessing.active_children() == []
+
+
+def test_a_full_validation_leaves_no_worker_behind(dataset: Callable[..., Path], tmp_path: Path) -> None:
+    model = ReachesTheEnd()
+    run = trainer(tmp_path, max_epochs=2, num_sanity_val_steps=0)
+    run.fit(model, data(dataset(LENGTHS, val=[5] * 9), virtual_epoch_length=4, num_workers=1))
+    assert model.workers == [1, 1] and len(model.val_runs) == 2
+
+
+def test_overfit_batches_is_named(dataset: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="overfit_batches is 3"):
+        trainer(tmp_path, overfit_batches=3).fit(Recorder(), data(dataset(LENGTHS)))
+
+
 # ---- two ranks
 
 
@@ -230,8 +277,11 @@ def test_a_rank_that_skips_many_samples_of_validation_holds_nobody_up(
     assert sorted(ranks[0][0] + ranks[1][0]) == [f"val{i:06d}" for i in range(5)]
 
 
-def setup_fails_on_rank_one(path: str, folder: str) -> str:
-    module = data(Path(path) if os.environ["RANK"] == "0" else Path(path) / "gone")
+def setup_fails_on_rank_one(path: str, folder: str, setting: str) -> str:
+    settings = {"path": Path(path)}
+    if os.environ["RANK"] == "1":
+        settings[setting] = Path(path) / "gone"
+    module = data(**settings)
     try:
         trainer(Path(folder), devices=2, strategy="ddp", max_steps=1).fit(Recorder(), module)
     except (ValueError, FileNotFoundError) as error:
@@ -239,8 +289,12 @@ def setup_fails_on_rank_one(path: str, folder: str) -> str:
     return "no error"
 
 
-def test_a_rank_that_cannot_be_set_up_ends_the_others_too(dataset: Callable[..., Path], tmp_path: Path) -> None:
-    messages = run_ranks(setup_fails_on_rank_one, 2, path=str(dataset(LENGTHS)), folder=str(tmp_path))
+@pytest.mark.parametrize("setting", ["path", "val_path"])
+def test_a_rank_that_cannot_be_set_up_ends_the_others_too(
+    dataset: Callable[..., Path], tmp_path: Path, setting: str
+) -> None:
+    path = dataset(LENGTHS, val=[5] * 4)
+    messages = run_ranks(setup_fails_on_rank_one, 2, path=str(path), folder=str(tmp_path), setting=setting)
     assert "1 other rank" in messages[0] and "gone" in messages[1]
 
 
@@ -292,7 +346,7 @@ def test_a_folder_that_is_not_prepared_is_named_with_the_command(tmp_path: Path)
 
 
 def test_fewer_samples_than_workers_is_an_error(dataset: Callable[..., Path]) -> None:
-    with pytest.raises(ValueError, match=r"has 3 samples for 1 ranks x 4 workers.*num_workers lower"):
+    with pytest.raises(ValueError, match=r"has 3 samples for 1 ranks x 4 workers.*set num_workers lower"):
         data(dataset([1, 2, 3]), num_workers=4).setup("fit")
 
 
@@ -300,7 +354,7 @@ def test_fewer_validation_samples_than_ranks_is_an_error(dataset: Callable[..., 
     module = data(dataset(LENGTHS, val=[5, 5]))
     module._worker_config = lambda num_workers: WorkerConfig(rank=0, world_size=3, num_workers=num_workers)
     with pytest.raises(ValueError, match="val split of .* has 2 samples for 3 ranks"):
-        module.val_dataloader()
+        module.setup("fit")
 
 
 class Lengthless(LengthEncoder):
@@ -331,8 +385,49 @@ def test_a_sample_without_a_length_shows_before_training(dataset: Callable[..., 
 
 
 def test_a_broken_encoder_shows_before_training(dataset: Callable[..., Path]) -> None:
-    with pytest.raises(ValueError, match="failed 3 times in a row"):
+    with pytest.raises(ValueError, match="failed 20 times in a row"):
         LengthPoolDataModule(dataset(LENGTHS), Broken(), 1, num_workers=0).setup("fit")
+
+
+class SkipsAll(LengthEncoder):
+    @stateless
+    def encode_sample(self, sample: TextSample) -> LengthSample:
+        raise SkipSample
+
+
+def test_an_encoder_that_skips_everything_shows_before_training(
+    dataset: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_lengthpool.probe.TIMEOUT", 3.0)
+    with pytest.raises(ValueError, match="SkipsAll made no batch .* within 3 s. Does it skip all samples"):
+        LengthPoolDataModule(dataset(LENGTHS), SkipsAll(), 1, num_workers=0).setup("fit")
+
+
+class Particular(LengthEncoder):
+    """Wants full batches, and makes ones that cannot be sent to another process."""
+
+    @stateless
+    def batch(self, samples: list[LengthSample]) -> dict:
+        assert len(samples) == 4
+        return {**super().batch(samples), "undo": lambda: samples}
+
+
+def test_the_trial_batch_is_like_the_real_ones_and_stays_where_it_is(dataset: Callable[..., Path]) -> None:
+    module = LengthPoolDataModule(dataset(LENGTHS), Particular(), 4, num_workers=0, pool_size=8)
+    module.setup("fit")
+    assert len(next(iter(module.train_dataloader()))["keys"]) == 4
+
+
+def test_a_few_bad_samples_at_the_start_are_let_pass(dataset: Callable[..., Path]) -> None:
+    class Fails(LengthEncoder):
+        @stateless
+        def encode_sample(self, sample: TextSample) -> LengthSample:
+            if int(sample.text) == 13:
+                raise ValueError("planted")
+            return super().encode_sample(sample)
+
+    path = dataset([13] * 10 + [5] * 50)
+    LengthPoolDataModule(path, Fails(), 2, num_workers=0, max_samples_per_sequence=None).setup("fit")
 
 
 def test_another_system_than_linux_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

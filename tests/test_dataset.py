@@ -16,12 +16,14 @@ from megatron.energon import (
     WorkerConfig,
     get_savable_loader,
     get_train_dataset,
+    stateless,
 )
 from test_order import reference_stream
 
-from lightning_lengthpool.dataset import LengthPoolDataset, PooledBatch, PoolSettings
+from lightning_lengthpool.dataset import LengthPoolDataset, PooledBatch
 from lightning_lengthpool.loader import TrainLoader
-from lightning_lengthpool.task_encoder import with_length_pool
+from lightning_lengthpool.pool import PoolSettings
+from lightning_lengthpool.task_encoder import length_pool
 
 CONFIG = WorkerConfig(rank=0, world_size=1, num_workers=0)
 
@@ -121,16 +123,17 @@ def test_each_ranks_pool_holds_exactly_its_own_samples(dataset: Callable[..., Pa
 
     def stream(rank: int, policy: str) -> list[str]:
         config = WorkerConfig(rank=rank, world_size=ranks, num_workers=num_workers)
-        encoder = with_length_pool(LengthEncoder(), PoolSettings(pool_size=pool_size, policy=policy))
-        data = get_train_dataset(
-            path,
-            worker_config=config,
-            batch_size=1,
-            shuffle_buffer_size=None,
-            max_samples_per_sequence=None,
-            task_encoder=encoder,
-        )
-        loader = TrainLoader(get_savable_loader(data, gc_collect_every_n_steps=0), pools * pool_size * workers)
+        encoder = LengthEncoder()
+        with length_pool(encoder, PoolSettings(pool_size=pool_size, policy=policy)):
+            data = get_train_dataset(
+                path,
+                worker_config=config,
+                batch_size=1,
+                shuffle_buffer_size=None,
+                max_samples_per_sequence=None,
+                task_encoder=encoder,
+            )
+        loader = TrainLoader(get_savable_loader(data, gc_collect_every_n_steps=0), data, pools * pool_size * workers)
         try:
             return [key for batch in loader for key in batch["keys"]]
         finally:
@@ -147,33 +150,6 @@ def test_each_ranks_pool_holds_exactly_its_own_samples(dataset: Callable[..., Pa
         # The pools of the first pass over the data share no sample with any other rank's.
         seen += mixed[: workers * pool_size * (1000 // (ranks * workers * pool_size))]
     assert len(seen) == len(set(seen)) > 0
-
-
-def test_the_state_of_a_half_handed_out_pool_goes_on_where_it_was(dataset: Callable[..., Path]) -> None:
-    path = dataset(lognormal(200))
-
-    def loader() -> Any:
-        encoder = with_length_pool(LengthEncoder(), PoolSettings(pool_size=40))
-        data = get_train_dataset(
-            path,
-            worker_config=CONFIG,
-            batch_size=3,
-            shuffle_buffer_size=None,
-            max_samples_per_sequence=None,
-            task_encoder=encoder,
-        )
-        return get_savable_loader(data, gc_collect_every_n_steps=0)
-
-    first = loader()
-    stream = iter(first)
-    for _ in range(20):
-        next(stream)
-    state = first.save_state_rank()
-    rest = [next(stream).batch["keys"] for _ in range(60)]
-    second = loader()
-    second.restore_state_rank(state)
-    resumed = iter(second)
-    assert [next(resumed).batch["keys"] for _ in range(60)] == rest
 
 
 # ---- slots and bad samples
@@ -236,6 +212,29 @@ def test_too_many_failures_in_a_row_end_the_iteration() -> None:
     dataset = pooled(lognormal(300), pool_size=50, postencode=failing({str(i) for i in range(300)}, ValueError))
     with pytest.raises(ValueError, match="100 times in a row"):
         batches(dataset)
+
+
+@pytest.mark.parametrize("stage", ["postencode", "batch"])
+def test_a_method_says_itself_how_many_failures_it_may_have(stage: str) -> None:
+    @stateless(failure_tolerance=5)
+    def fail(sample: Any) -> Any:
+        raise ValueError("planted")
+
+    with pytest.raises(ValueError, match="5 times in a row"):
+        batches(pooled(lognormal(300), pool_size=50, **{stage: fail}))
+
+
+def test_a_collate_that_gives_nothing_uses_its_slot_up() -> None:
+    def collate(samples: list[dict]) -> list[dict] | None:
+        return None if samples[0]["__key__"] == "7" else samples
+
+    out = batches(pooled(lognormal(60), pool_size=20, batch=collate))
+    assert len(out) == 59 and all(batch.batch for batch in out)
+
+
+def test_a_collate_that_gives_a_generator_is_an_error() -> None:
+    with pytest.raises(TypeError, match="batch gave a generator"):
+        batches(pooled(lognormal(60), pool_size=20, batch=lambda samples: (sample for sample in samples)))
 
 
 def test_a_postencode_may_yield_several_samples() -> None:

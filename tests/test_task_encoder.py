@@ -1,5 +1,6 @@
 """The pool goes into any task encoder: plain, split, packing, cooking, with a build_batch of its own."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,14 @@ from megatron.energon import (
     get_train_dataset,
     stateless,
 )
-from megatron.energon.wrappers import MapDataset
+from megatron.energon.wrappers import BatchDataset, MapDataset
 from test_order import reference_stream
 
-from lightning_lengthpool.dataset import PoolSettings
 from lightning_lengthpool.loader import TrainLoader
-from lightning_lengthpool.task_encoder import require_length_pool, warn_not_stateless, with_length_pool
+from lightning_lengthpool.pool import PoolSettings
+from lightning_lengthpool.task_encoder import check_encoder, length_pool, require_length_pool, warn_not_stateless
 
+ENERGONS = TaskEncoder.build_batch
 LENGTHS = [(7 * i * i + 3 * i) % 101 + 1 for i in range(60)]
 
 
@@ -44,16 +46,17 @@ class PackingEncoder(LengthEncoder):
 def run(
     path: Path, encoder: TaskEncoder, batches: int, *, policy: str = "pool", pool_size: int = 20, **kwargs: Any
 ) -> Any:
-    pooled = with_length_pool(encoder, PoolSettings(pool_size=pool_size, policy=policy))
-    dataset = get_train_dataset(
-        path,
-        worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
-        max_samples_per_sequence=None,
-        task_encoder=pooled,
-        **{"batch_size": 4, "shuffle_buffer_size": None, **kwargs},
-    )
-    require_length_pool(dataset, encoder)
-    loader = TrainLoader(get_savable_loader(dataset, gc_collect_every_n_steps=0), batches)
+    check_encoder(encoder)
+    with length_pool(encoder, PoolSettings(pool_size=pool_size, policy=policy), kwargs.pop("failure_tolerance", None)):
+        dataset = get_train_dataset(
+            path,
+            worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
+            max_samples_per_sequence=None,
+            task_encoder=encoder,
+            **{"batch_size": 4, "shuffle_buffer_size": None, **kwargs},
+        )
+    pool = require_length_pool(dataset, encoder)
+    loader = TrainLoader(get_savable_loader(dataset, gc_collect_every_n_steps=0), pool, batches)
     return list(loader)
 
 
@@ -63,12 +66,58 @@ def test_without_a_change_to_the_encoder(dataset: Callable[..., Path]) -> None:
     plain = [b["lengths"][0] for b in run(path, encoder, 60, policy="none", batch_size=1)]
     mixed = [length for b in run(path, encoder, 15) for length in b["lengths"]]
     assert mixed == [plain[i] for i in reference_stream(plain, 20)]
-    assert type(encoder) is LengthEncoder and "build_batch" not in vars(encoder)
+    assert vars(encoder) == vars(LengthEncoder()) and TaskEncoder.build_batch is ENERGONS
 
 
-def test_the_copy_is_still_the_users_class() -> None:
-    pooled = with_length_pool(LengthEncoder(), PoolSettings())
-    assert isinstance(pooled, LengthEncoder) and type(pooled).__name__ == "LengthEncoder"
+def test_an_error_on_the_way_leaves_energon_as_it_was(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="nowhere"):
+        run(tmp_path / "nowhere", LengthEncoder(), 1, failure_tolerance=3)
+    assert TaskEncoder.build_batch is ENERGONS
+
+
+class Delegating(LengthEncoder):
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(TaskEncoder):
+    scale: int = 1
+
+    @stateless
+    def encode_sample(self, sample: TextSample) -> LengthSample:
+        return LengthSample.derive_from(sample, total_len=self.scale * int(sample.text))
+
+    @stateless
+    def batch(self, samples: list[LengthSample]) -> dict:
+        assert type(self) is Frozen
+        return {"keys": [s.__key__ for s in samples], "lengths": [s.total_len for s in samples]}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FrozenSlots(Frozen):
+    @stateless
+    def batch(self, samples: list[LengthSample]) -> dict:
+        return {"keys": [s.__key__ for s in samples], "lengths": [s.total_len for s in samples]}
+
+
+class Registered(LengthEncoder):
+    seen: list[str] = []
+
+    def __init_subclass__(cls, *, tag: str) -> None:
+        assert tag not in Registered.seen
+        Registered.seen.append(tag)
+
+
+class Tagged(Registered, tag="one"):
+    pass
+
+
+@pytest.mark.parametrize("encoder", [Delegating(), Frozen(), FrozenSlots(), Tagged()], ids=lambda e: type(e).__name__)
+def test_whatever_the_encoders_class_looks_like(dataset: Callable[..., Path], encoder: TaskEncoder) -> None:
+    path = dataset(LENGTHS)
+    plain = run(path, LengthEncoder(), 15)
+    assert run(path, encoder, 15, failure_tolerance=7) == plain
 
 
 def test_the_pool_holds_samples_that_are_not_postencoded_yet(dataset: Callable[..., Path]) -> None:
@@ -148,8 +197,8 @@ def test_a_build_batch_that_calls_super_is_combined(dataset: Callable[..., Path]
 
 def test_a_build_batch_that_cannot_be_combined_is_named(dataset: Callable[..., Path]) -> None:
     class OwnBatches(LengthEncoder):
-        def build_batch(self, dataset: SavableDataset, **kwargs: Any) -> SavableDataset:
-            return TaskEncoder.build_batch(self, dataset, **kwargs)
+        def build_batch(self, dataset: SavableDataset, *, worker_config: WorkerConfig, **kwargs: Any) -> SavableDataset:
+            return BatchDataset(dataset, 4, self.batch, worker_config=worker_config)
 
     class AfterTheBatch(LengthEncoder):
         def build_batch(self, dataset: SavableDataset, *, worker_config: WorkerConfig, **kwargs: Any) -> SavableDataset:
@@ -168,7 +217,7 @@ def test_a_group_criterion_is_named() -> None:
             return sample.total_len // 10, 4
 
     with pytest.raises(ValueError, match=r"Grouping\.batch_group_criterion"):
-        with_length_pool(Grouping(), PoolSettings())
+        check_encoder(Grouping())
 
 
 def test_a_generator_of_batches_is_named() -> None:
@@ -179,13 +228,13 @@ def test_a_generator_of_batches_is_named() -> None:
             yield batch
 
     with pytest.raises(ValueError, match=r"Several\.encode_batch is a generator"):
-        with_length_pool(Several(), PoolSettings())
+        check_encoder(Several())
 
 
 @pytest.mark.parametrize("wrong", [LengthEncoder, "LengthEncoder", None])
 def test_what_is_no_task_encoder_is_named(wrong: Any) -> None:
     with pytest.raises(TypeError, match="task_encoder is .*LengthEncoder|task_encoder is None"):
-        with_length_pool(wrong, PoolSettings())
+        check_encoder(wrong)
 
 
 def test_a_method_that_is_not_stateless_is_named() -> None:

@@ -1,0 +1,43 @@
+"""A trial of the user's encoder before training, the same on all ranks.
+
+A wrong encoder or a sample without a length shows here, not on one rank in the middle of training, when the others
+would wait for it.
+"""
+
+from typing import Any
+
+from megatron.energon import get_savable_loader
+
+from lightning_lengthpool.dataset import LengthPoolDataset
+from lightning_lengthpool.loader import TrainLoader
+
+PROBE_TOLERANCE = 20  # samples that may fail in a row: few enough to read their messages
+TIMEOUT = 600.0  # seconds; energon lets an encoder skip samples for ever
+
+
+def probe(dataset: Any, pool: LengthPoolDataset, complaint: str) -> None:
+    """Make one batch.
+
+    It is made in a forked worker, for energon's `@stateless(restore_seeds=True)` keeps the seed of the first worker
+    that a process sees; and it stays there, for with `num_workers=0` a batch need not be of a kind that can be sent.
+
+    Args:
+        dataset: As energon built it, for one worker.
+        pool: The length pool in it.
+        complaint: The beginning of the error if no batch comes.
+
+    Raises:
+        ValueError: If there is no batch in time. What the encoder raises comes through as it is.
+    """
+    pool.drop_batches = True
+    loader = get_savable_loader(dataset, prefetch_factor=1, watchdog_timeout_seconds=None)
+    loader.timeout = TIMEOUT
+    trial = TrainLoader(loader, pool, length=1)
+    try:
+        next(iter(trial))
+    except RuntimeError as error:
+        if "timed out" not in str(error):
+            raise
+        raise ValueError(f"{complaint} within {TIMEOUT:.0f} s. Does it skip all samples (SkipSample)?") from error
+    finally:
+        trial.close()

@@ -1,0 +1,394 @@
+"""Exact resume: one harness for every policy, worker count and stopping point.
+
+A stream that is saved, loaded through `torch.load(weights_only=True)` and gone on with must give exactly the batches of
+the uninterrupted one: keys and content, the encoder's random numbers included.
+"""
+
+import io
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import LengthSample
+from megatron.energon import DefaultTaskEncoder, SkipSample, TextSample, WorkerConfig, edataclass, stateless
+
+from lightning_lengthpool import LengthPoolDataModule
+from lightning_lengthpool.order import POLICIES
+
+RNG = random.Random(2)
+LENGTHS = [int(RNG.lognormvariate(4, 1)) for _ in range(150)]
+BATCHES = 60
+
+
+@edataclass
+class NoisySample(LengthSample):
+    noise: tuple[float, ...]
+
+
+class NoisyEncoder(DefaultTaskEncoder):
+    """Draws random numbers at every stage; some samples fail before the pool and some after it."""
+
+    def __init__(self, bad: bool = True) -> None:
+        super().__init__()
+        self.bad = bad
+
+    @stateless(restore_seeds=True)
+    def preencode_sample(self, sample: TextSample) -> NoisySample:
+        if self.bad and int(sample.__key__[-2:]) == 13:
+            raise SkipSample
+        return NoisySample.derive_from(
+            sample, total_len=int(sample.text), noise=(random.random(), float(torch.rand(1)))
+        )
+
+    @stateless(restore_seeds=True)
+    def postencode_sample(self, sample: NoisySample) -> NoisySample:
+        if self.bad and int(sample.__key__[-2:]) % 17 == 5:
+            raise SkipSample
+        return NoisySample.extend(sample, noise=(*sample.noise, random.random()))
+
+    @stateless(restore_seeds=True)
+    def batch(self, samples: list[NoisySample]) -> list[Any]:
+        return [random.random(), *((sample.__key__, sample.noise) for sample in samples)]
+
+    @stateless(restore_seeds=True)
+    def encode_batch(self, batch: list[Any]) -> list[Any]:
+        return [random.random(), self.current_batch_index, *batch]
+
+
+def module(path: Path, **settings: Any) -> LengthPoolDataModule:
+    defaults = {"batch_size": 2, "pool_size": 12, "num_workers": 0, "virtual_epoch_length": 1000}
+    encoder = settings.pop("encoder", None) or NoisyEncoder()
+    return LengthPoolDataModule(path, encoder, **(defaults | settings))
+
+
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def check_resume(make: Callable[[], LengthPoolDataModule], stops: list[int], batches: int = BATCHES) -> None:
+    """Stop after each of `stops` and go on from there: all must be as in a run without a stop."""
+    whole = make()
+    loader = whole.train_dataloader()
+    expected = [batch for _, batch in zip(range(batches), loader, strict=False)]
+    whole.teardown("fit")
+    state: dict[str, Any] = {}
+    done = 0
+    for stop in [*stops, batches]:
+        part = make()
+        part.load_state_dict(state)
+        loader = part.train_dataloader()
+        stream = iter(loader)
+        got = [next(stream) for _ in range(stop - done)]
+        assert got == expected[done:stop]
+        done, state = stop, through_a_file(part.state_dict())
+        part.teardown("fit")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2, 3])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_resumed_stream_is_the_uninterrupted_one(dataset: Callable[..., Path], policy: str, num_workers: int) -> None:
+    """Before, at and after a pool's end (12 samples, six batches) of every worker, and in between."""
+    path = dataset(LENGTHS, shards=6)
+    workers = max(1, num_workers)
+    stops = [0, 1, 5 * workers, 6 * workers, 6 * workers + 1, 7 * workers, 20 * workers]
+    check_resume(lambda: module(path, policy=policy, num_workers=num_workers), stops, batches=25 * workers)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pool_size": 0},
+        {"pool_size": 1},
+        {"pool_size": 5, "batch_size": 3},  # slots that span pools
+        {"pool_size": 7, "batch_size": 1},
+        {"shuffle_buffer_size": 20},
+        {"max_samples_per_sequence": 4},
+    ],
+)
+def test_whatever_the_pool_and_the_data_look_like(dataset: Callable[..., Path], settings: dict) -> None:
+    path = dataset(LENGTHS, shards=3)
+    check_resume(lambda: module(path, **settings), [1, 8, 13, 20, 21, 50])
+
+
+def test_with_a_snapshot_only_every_few_pools(dataset: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = dataset(LENGTHS)
+    for samples in (1, 30, 10_000):
+        monkeypatch.setattr("lightning_lengthpool.pool._SNAPSHOT_SAMPLES", samples)
+        check_resume(lambda: module(path), [3, 10, 11, 12, 13, 40])
+
+
+def test_over_several_passes_of_the_data(dataset: Callable[..., Path]) -> None:
+    path = dataset(LENGTHS[:40], shards=2)
+    check_resume(lambda: module(path), [15, 16, 17, 47])
+
+
+def test_at_every_single_batch(dataset: Callable[..., Path]) -> None:
+    path = dataset(LENGTHS)
+    check_resume(lambda: module(path), list(range(0, BATCHES)), batches=BATCHES)
+
+
+def test_from_a_blend(dataset: Callable[..., Path], tmp_path: Path) -> None:
+    one, two = dataset(LENGTHS[:60]), dataset(LENGTHS[60:])
+    blend = tmp_path / "blend.yaml"
+    entries = "".join(f"      - {{path: {path.name}, weight: 0.5}}\n" for path in (one, two))
+    blend.write_text(
+        f"__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n{entries}"
+    )
+    check_resume(lambda: module(blend), [4, 20, 33])
+
+
+class PackingEncoder(NoisyEncoder):
+    def select_samples_to_pack(self, samples: list[NoisySample]) -> list[list[NoisySample]]:
+        return [samples[i : i + 3] for i in range(0, len(samples), 3)]
+
+    @stateless(restore_seeds=True)
+    def pack_selected_samples(self, samples: list[NoisySample]) -> NoisySample:
+        noise = (random.random(), *(number for sample in samples for number in sample.noise))
+        return NoisySample.extend(
+            samples[0],
+            __key__="+".join(sample.__key__ for sample in samples),
+            total_len=sum(sample.total_len for sample in samples),
+            noise=noise,
+        )
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_with_packing(dataset: Callable[..., Path], num_workers: int) -> None:
+    path = dataset(LENGTHS)
+    settings = {"packing_buffer_size": 9, "batch_size": 1, "pool_size": 6, "num_workers": num_workers}
+    check_resume(lambda: module(path, encoder=PackingEncoder(bad=False), **settings), [2, 9, 14])
+
+
+# ---- epochs, and what is in between
+
+
+@pytest.mark.parametrize("position", [0, 1, 9, 10, 11, 25])
+def test_an_epoch_that_was_saved_in_the_middle_has_what_remains_of_it(
+    dataset: Callable[..., Path], position: int
+) -> None:
+    path = dataset(LENGTHS)
+    make = lambda: module(path, virtual_epoch_length=10)  # noqa: E731
+    first = make()
+    loader = first.train_dataloader()
+    batches = 0
+    while batches < position:
+        for _ in loader:
+            batches += 1
+            if batches == position:
+                break
+    second = make()
+    second.load_state_dict(through_a_file(first.state_dict()))
+    loader = second.train_dataloader()
+    assert len(loader) == 10 and len(list(loader)) == (10 - position % 10) and len(list(loader)) == 10
+
+
+def test_saving_needs_no_worker(dataset: Callable[..., Path]) -> None:
+    """Before the first batch, soon after a restore, after the end, and with workers that were killed."""
+    import os
+    import signal
+
+    path = dataset(LENGTHS)
+    part = module(path, num_workers=2)
+    assert part.state_dict() == {}
+    loader = part.train_dataloader()
+    assert through_a_file(part.state_dict())["ranks"] == [{"workers": [None, None], "batches": 0, "position": 0}]
+    stream = iter(loader)
+    for _ in range(7):
+        next(stream)
+    state = part.state_dict()
+    for worker in loader._loader._iterator._workers:
+        os.kill(worker.pid, signal.SIGKILL)
+    assert part.state_dict() == state
+    part.teardown("fit")
+    assert part.state_dict() == state
+
+    again = module(path, num_workers=2)
+    again.load_state_dict(state)
+    assert again.state_dict() == state  # before there is a loader
+    again.train_dataloader()
+    assert again.state_dict() == state  # before a worker has started
+    again.teardown("fit")
+    assert again.state_dict() == state
+
+
+def test_another_fit_and_a_reloaded_loader_go_on(dataset: Callable[..., Path]) -> None:
+    path = dataset(LENGTHS)
+    whole = [batch for _, batch in zip(range(30), module(path).train_dataloader(), strict=False)]
+    part = module(path, num_workers=0)
+    got = []
+    for batches in (7, 11, 12):
+        stream = iter(part.train_dataloader())  # without a teardown: reload_dataloaders_every_n_epochs
+        got += [next(stream) for _ in range(batches)]
+    assert got == whole
+
+
+def test_the_state_is_keys_only_and_does_not_grow(dataset: Callable[..., Path]) -> None:
+    path = dataset(LENGTHS)
+    part = module(path, pool_size=50)
+    stream = iter(part.train_dataloader())
+    sizes = []
+    for _ in range(400):
+        next(stream)
+        file = io.BytesIO()
+        torch.save(part.state_dict(), file)
+        sizes.append(file.tell())
+    assert max(sizes[200:]) < 1.3 * max(sizes[:200]) and max(sizes) < 100_000
+
+
+# ---- another shape
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((1, 2), (2, 1)), ((1, 4), (2, 2)), ((2, 2), (4, 1)), ((4, 1), (1, 4)), ((2, 1), (2, 0))]
+)
+def test_each_logical_workers_stream_goes_on_in_another_shape(
+    dataset: Callable[..., Path], before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    path = dataset(LENGTHS, shards=4)
+
+    def ranks(shape: tuple[int, int]) -> list[LengthPoolDataModule]:
+        modules = [module(path, num_workers=shape[1], encoder=KeyEncoder()) for _ in range(shape[0])]
+        for rank, part in enumerate(modules):
+            config = WorkerConfig(rank=rank, world_size=shape[0], num_workers=shape[1])
+            part._worker_config = lambda num_workers, config=config: config  # type: ignore[method-assign]
+        return modules
+
+    def streams(modules: list[LengthPoolDataModule], each: int) -> list[list[list[str]]]:
+        """The next batches of every logical worker."""
+        found = []
+        for part in modules:
+            workers = max(1, part.num_workers)
+            stream = iter(part._train_loader or part.train_dataloader())
+            batches = [next(stream) for _ in range(each * workers)]
+            found += [batches[worker::workers] for worker in range(workers)]
+        return found
+
+    old = ranks(before)
+    streams(old, 8)
+    states = [part._train_loader.state() for part in old]
+    expected = streams(old, 10)
+    saved = {"version": 1, "settings": old[0]._saved_settings(old[0]._worker_config(0)), "ranks": states}
+    new = ranks(after)
+    for part in new:
+        part.load_state_dict(through_a_file(saved))
+    assert streams(new, 10) == expected
+    for part in old + new:
+        part.teardown("fit")
+
+
+class KeyEncoder(NoisyEncoder):
+    @stateless
+    def batch(self, samples: list[NoisySample]) -> list[str]:
+        return [sample.__key__ for sample in samples]
+
+    @stateless
+    def encode_batch(self, batch: list[str]) -> list[str]:
+        return batch
+
+
+def saved_state(path: Path, batches: int = 5, **settings: Any) -> dict[str, Any]:
+    part = module(path, **settings)
+    stream = iter(part.train_dataloader())
+    for _ in range(batches):
+        next(stream)
+    state = part.state_dict()
+    part.teardown("fit")
+    return through_a_file(state)
+
+
+def test_unequal_counts_name_the_next_step_at_which_it_can_be_done(dataset: Callable[..., Path]) -> None:
+    path = dataset(LENGTHS)
+    state = saved_state(path, batches=5, num_workers=2)
+    part = module(path, num_workers=1)
+    part._worker_config = lambda num_workers: WorkerConfig(rank=0, world_size=2, num_workers=num_workers)  # type: ignore[method-assign]
+    with pytest.raises(
+        ValueError, match=r"after 5 batches.*2 workers stood at unequal counts.*step 6, .*every 2 steps"
+    ):
+        part.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_workers": 3}, r"1 ranks x 1 workers, and now there are 1 x 3.*stays 1"),
+        ({"policy": "none"}, r"policy 'pool', and now it is 'none'"),
+        ({"pool_size": 13}, r"pool_size 12, and now it is 13"),
+        ({"seed": 7}, r"seed 42, and now it is 7"),
+        ({"batch_size": 3}, r"batch_size 2, and now it is 3"),
+        ({"shuffle_buffer_size": 5}, r"shuffle_buffer_size None, and now it is 5"),
+    ],
+)
+def test_what_does_not_fit_is_named_with_the_way_out(dataset: Callable[..., Path], changed: dict, message: str) -> None:
+    path = dataset(LENGTHS)
+    with pytest.raises(ValueError, match=message + r".*resume: fresh"):
+        module(path, **changed).load_state_dict(saved_state(path))
+
+
+def test_another_data_set_is_named(dataset: Callable[..., Path]) -> None:
+    state = saved_state(dataset(LENGTHS))
+    with pytest.raises(ValueError, match=r"path '150 samples in 1 shards.*and now it is '149 samples"):
+        module(dataset(LENGTHS[:149])).load_state_dict(state)
+
+
+def test_the_same_data_set_at_another_place_is_the_same(dataset: Callable[..., Path]) -> None:
+    module(dataset(LENGTHS)).load_state_dict(saved_state(dataset(LENGTHS)))
+
+
+def test_fresh_starts_the_data_afresh_whatever_was_saved(dataset: Callable[..., Path]) -> None:
+    path = dataset(LENGTHS)
+    part = module(path, policy="none", resume="fresh")
+    part.load_state_dict(saved_state(path))
+    whole = module(path, policy="none").train_dataloader()
+    assert next(iter(part.train_dataloader())) == next(iter(whole))
+
+
+# ---- encoders that cannot be restored
+
+
+class ForgetfulEncoder(KeyEncoder):
+    def preencode_sample(self, sample: TextSample) -> NoisySample:
+        return NoisySample.derive_from(sample, total_len=int(sample.text), noise=())
+
+
+@pytest.mark.filterwarnings("ignore:.*is not marked @stateless")
+def test_exact_refuses_an_encoder_that_cannot_be_restored(dataset: Callable[..., Path]) -> None:
+    with pytest.raises(ValueError, match=r"resume is 'exact'.*ForgetfulEncoder\.preencode_sample.*'approximate'"):
+        module(dataset(LENGTHS), encoder=ForgetfulEncoder(), resume="exact").setup("fit")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("snapshot", [1, 10_000])
+def test_approximate_goes_on_with_the_next_pool(
+    dataset: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, num_workers: int, snapshot: int
+) -> None:
+    monkeypatch.setattr("lightning_lengthpool.pool._SNAPSHOT_SAMPLES", snapshot)
+    path = dataset(LENGTHS)
+    settings = {"encoder": ForgetfulEncoder(bad=False), "num_workers": num_workers}
+    whole = [batch for _, batch in zip(range(48), module(path, **settings).train_dataloader(), strict=False)]
+    workers = max(1, num_workers)
+    state = saved_state(path, batches=9 * workers, **settings)  # in the middle of each worker's second pool
+    part = module(path, **settings)
+    part.load_state_dict(state)
+    with pytest.warns(UserWarning, match=r"go on approximately.*up to 11 samples.*ForgetfulEncoder\.preencode_sample"):
+        stream = iter(part.train_dataloader())
+    assert [next(stream) for _ in range(12 * workers)] == whole[12 * workers : 24 * workers]
+    part.teardown("fit")
+
+
+def test_approximate_with_packing_starts_afresh_and_says_so(dataset: Callable[..., Path]) -> None:
+    class ForgetfulPacker(PackingEncoder):
+        def pack_selected_samples(self, samples: list[NoisySample]) -> NoisySample:
+            return samples[0]
+
+    path = dataset(LENGTHS)
+    settings = {"encoder": ForgetfulPacker(bad=False), "packing_buffer_size": 9, "batch_size": 1}
+    part = module(path, **settings)
+    part.load_state_dict(saved_state(path, **settings))
+    with pytest.warns(UserWarning, match="packing buffer cannot be restored either, and the data start afresh"):
+        next(iter(part.train_dataloader()))
