@@ -1,6 +1,7 @@
 """The command line: Lightning's own (`fit`, `validate`, `test`, `predict`), and `compare`."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -87,6 +88,8 @@ def _compare_parser() -> argparse.ArgumentParser:
 
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of `train.py` and of the console script."""
+    if os.getcwd() not in sys.path:  # the console script should find the user's own modules, as 'python train.py' does
+        sys.path.insert(0, os.getcwd())
     given = sys.argv[1:] if args is None else list(args)
     if given[:1] != ["compare"]:
         LengthPoolCLI(args)

@@ -1,14 +1,16 @@
 """`compare`: the same training once per policy, measured side by side."""
 
+import contextlib
 import csv
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -56,7 +58,11 @@ def compare(
     pool_steps, wanted = steps_per_pool(config), steps or config["trainer"].get("max_steps") or -1
     total = pool_steps * max(2, math.ceil(wanted / pool_steps))
     if total != wanted:
-        print(f"{total} steps a run: whole pools, {pool_steps} steps each, so that all policies see the same samples.")
+        asked = f"{wanted} were asked for, but" if wanted > 0 else "for"
+        print(
+            f"{total} steps a run: {asked} all policies see the same samples only over whole pools, of {pool_steps} "
+            "steps each, and two of them at least. A smaller pool_size makes it quicker."
+        )
 
     runs: dict[str, list[dict[str, Any]]] = {policy: [] for policy in policies}
     for repeat in range(repeats):
@@ -73,7 +79,12 @@ def compare(
                 }
             )
     result = {"configs": [str(path) for path in configs], "steps": total, **compare_runs(runs)}
+    tokens = {sum(rank["tokens"] for rank in run["ranks"]) for policy in result["policies"] for run in policy["runs"]}
+    if len(tokens) > 1:
+        print(f"WARNING: the runs saw different samples ({min(tokens):,.0f} to {max(tokens):,.0f} tokens)")
     print_table(compare_table(result["policies"]))
+    if all(len(run["ranks"]) == 1 for policy in result["policies"] for run in policy["runs"]):
+        print("NOTE: one rank waits for nobody. Set trainer.devices to 2 or more to see what the policies change.")
     write_json(result, Path(out) / "compare.json")
     compare_figure(result, Path(out) / "compare.png")
     print(f"Written: {Path(out) / 'compare.json'} and {Path(out) / 'compare.png'}")
@@ -129,25 +140,46 @@ def _run(config: Any, configs: Sequence[str], folder: Path, policy: str, steps: 
                 "seed_everything": (42 if isinstance(seed, bool) else seed) + repeat,
                 "trainer": {
                     "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": logger},
-                    "max_steps": steps,
-                    "max_epochs": -1,
-                    # One validation, when all policies have seen the same samples.
-                    "val_check_interval": micro_batches,
-                    "check_val_every_n_epoch": None,
+                    # One epoch, for at its end Lightning steps whatever has accumulated, and one validation, when all
+                    # policies have seen the same samples.
+                    "max_steps": -1,
+                    "max_epochs": 1,
+                    "limit_train_batches": 1.0,
+                    "val_check_interval": 1.0,
+                    "check_val_every_n_epoch": 1,
                     "num_sanity_val_steps": 0,
                 },
-                "data": {"init_args": {"policy": policy}},
+                "data": {"init_args": {"policy": policy, "virtual_epoch_length": micro_batches}},
             }
         )
     )
     command = [sys.executable, "-m", "lightning_lengthpool.cli", "fit"]
     command += [part for path in (*configs, overlay) for part in ("--config", str(path))]
     callbacks = trainer.get("callbacks") or []
+    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     if not any("SyncMonitor" in str(callback.get("class_path")) for callback in callbacks):
         command.append("--trainer.callbacks+=lightning_lengthpool.SyncMonitor")
     log = folder / "output.txt"
     with log.open("w") as file:
-        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL).returncode
+        code = _call(command, file)
     if code != 0:
         tail = log.read_text(errors="replace")[-_SHOWN_OF_A_FAILURE:]
         raise ValueError(f"the run of policy {policy} failed with exit status {code}; the end of {log}:\n{tail}")
+
+
+def _call(command: list[str], output: IO[str]) -> int:
+    """Run a command and return its exit status; if this process is ended, its own are too, with all their ranks."""
+
+    def leave(*_: Any) -> None:
+        sys.exit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    process = subprocess.Popen(
+        command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        return process.wait()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

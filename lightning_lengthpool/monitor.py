@@ -89,12 +89,12 @@ class SyncMonitor(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # asking for log_dir is a collective, so every rank must ask
+        self._totals = RunTotals()
         folder = trainer.log_dir or trainer.default_root_dir
         self._path = None if trainer.fast_dev_run else Path(folder) / "sync" / "steps.csv"
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._pop_record = getattr(trainer.train_dataloader, "pop_record", None)
-        if self._pop_record is None and self.length_fn is None:
+        if self.length_fn is None and not hasattr(trainer.train_dataloader, "pop_record"):
             raise MisconfigurationException(NO_LENGTHS.format(loader=type(trainer.train_dataloader).__name__))
         self._recorder = CudaStepRecorder() if pl_module.device.type == "cuda" else StepRecorder()
         self._totals = RunTotals()
@@ -124,7 +124,8 @@ class SyncMonitor(Callback):
             _keep_steps_before(self._path, _step_number(trainer))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        record = self._pop_record() if self._pop_record else None
+        pop_record = getattr(trainer.train_dataloader, "pop_record", None)  # a fit may have several loaders
+        record = pop_record() if pop_record else None
         lengths = self.length_fn(batch) if self.length_fn else record.lengths
         if self._measured:
             self._watch_gradients(pl_module)
@@ -158,7 +159,9 @@ class SyncMonitor(Callback):
             report.print_table(report.steps_table(self._totals.summary()))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._remove_hooks()  # and no exchange: other ranks may be gone
+        self._remove_hooks()
+        if trainer.world_size == 1 and self._path is not None:  # else no exchange: other ranks may be gone
+            self._exchange(trainer)
 
     def _watch_gradients(self, module: LightningModule) -> None:
         """Mark each gradient once it is accumulated, before DDP's hook sees it; anew if parameters were (un)frozen.

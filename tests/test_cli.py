@@ -1,11 +1,13 @@
 """The command line in processes of its own, on the real demo."""
 
+import contextlib
 import csv
 import json
 import os
-import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -59,7 +61,8 @@ def test_blend_trains_on_both_data_sets_of_the_metadataset(cache: Path, tmp_path
             "import lightning_lengthpool.demo as demo",
             "step = demo.OcrModel.training_step",
             "def logged(self, batch, index):",
-            "    print('KEYS', *batch.__key__, flush=True)",
+            "    with open(f'keys{self.global_rank}', 'a') as file:",
+            "        print(*batch.__key__, file=file)",
             "    return step(self, batch, index)",
             "demo.OcrModel.training_step = logged",
             "from lightning_lengthpool.cli import main; main()",
@@ -71,8 +74,8 @@ def test_blend_trains_on_both_data_sets_of_the_metadataset(cache: Path, tmp_path
     env = os.environ | {"LENGTHPOOL_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    kinds = re.findall(r"KEYS (\w+)-", done.stdout)  # two ranks and a progress bar share the lines
-    assert len(kinds) == 2 * 16 and set(kinds) == {"code", "prose"}
+    keys = [key for rank in "01" for key in (tmp_path / f"keys{rank}").read_text().split()]
+    assert len(keys) == 2 * 16 and {key.split("-")[0] for key in keys} == {"code", "prose"}
 
 
 def test_validate_covers_the_validation_set(cache: Path, tmp_path: Path) -> None:
@@ -114,6 +117,40 @@ def test_help_is_the_manual(cache: Path, tmp_path: Path) -> None:
         assert f"init_args.{setting}" in text
     assert "compare --help" in run(["--help"], cache, tmp_path).stdout
     assert "--repeats" in run(["compare", "--help"], cache, tmp_path).stdout
+
+
+def test_the_console_script_finds_the_users_own_code(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "my_code.py").write_text("from lightning_lengthpool.demo import OcrModel as MyModel\n")
+    script = Path(sys.executable).with_name("lightning-lengthpool")
+    command = [script, "validate", *configs("demo"), "--model=my_code.MyModel", "--print_config"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "my_code.MyModel" in done.stdout, done.stderr[-2000:]
+
+
+def test_ending_compare_ends_its_runs(cache: Path, tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "train.py"), "compare", *configs("demo"), "--out", str(tmp_path / "out")]
+    env = os.environ | {"LENGTHPOOL_CACHE": str(cache)}
+    with subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL) as compare:
+        overlay = str(tmp_path / "out" / "none-0" / "compare.yaml")
+        deadline = time.monotonic() + 100
+        while not (found := running(overlay)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        compare.send_signal(signal.SIGTERM)
+        assert compare.wait(30) == 143 and found
+    deadline = time.monotonic() + 20
+    while running(overlay) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not running(overlay)
+
+
+def running(argument: str) -> list[int]:
+    """The processes that have this argument."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if argument.encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
 
 
 def test_a_wrong_setting_in_a_config_is_named(cache: Path, tmp_path: Path) -> None:
