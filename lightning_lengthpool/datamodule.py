@@ -244,18 +244,20 @@ class LengthPoolDataModule(LightningDataModule):
 
     def _saved_settings(self, config: WorkerConfig) -> dict[str, Any]:
         """What the place in the data depends on."""
-        return {
-            "path": describe_split(self.path, "train"),
+        numbers = {
             "ranks": config.world_size,
             "num_workers": self.num_workers,
             "batch_size": self.batch_size,
             "pool_size": self.settings.pool_size,
-            "policy": self.settings.policy,
             "seed": self.settings.seed,
             "shuffle_buffer_size": self.shuffle_buffer_size,
             "packing_buffer_size": self.packing_buffer_size,
             "max_samples_per_sequence": self.max_samples_per_sequence,
         }
+        plain = {
+            name: None if value is None else int(value) for name, value in numbers.items()
+        }  # NumPy's would not load
+        return {"path": describe_split(self.path, "train"), "policy": self.settings.policy, **plain}
 
     def _close(self) -> None:
         self._keep_place()

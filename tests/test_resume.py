@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import LengthSample
@@ -328,6 +329,11 @@ def test_what_does_not_fit_is_named_with_the_way_out(dataset: Callable[..., Path
     path = dataset(LENGTHS)
     with pytest.raises(ValueError, match=message + r".*resume: fresh"):
         module(path, **changed).load_state_dict(saved_state(path))
+
+
+def test_numpys_numbers_are_numbers(dataset: Callable[..., Path]) -> None:
+    path = dataset(LENGTHS)
+    module(path).load_state_dict(saved_state(path, batch_size=np.int64(2), pool_size=np.int32(12)))
 
 
 def test_another_data_set_is_named(dataset: Callable[..., Path]) -> None:
