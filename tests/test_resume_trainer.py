@@ -76,7 +76,7 @@ def test_the_resumed_run_trains_on_the_very_batches(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"num_workers": 2},
+        {"num_workers": 3},  # an epoch of 10 batches ends with another worker each time
         {"accumulate_grad_batches": 3},
         {"val_check_interval": 4, "check_val_every_n_epoch": None},
         {"limit_train_batches": 7},
