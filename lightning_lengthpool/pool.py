@@ -45,8 +45,9 @@ class PoolSettings:
     length_fn: LengthFn | None = None
 
     def __post_init__(self) -> None:
-        check_integer("pool_size", self.pool_size, minimum=0, hint="0 switches the pool off")
-        check_integer("seed", self.seed)
+        pool_size = check_integer("pool_size", self.pool_size, minimum=0, hint="0 switches the pool off")
+        object.__setattr__(self, "pool_size", pool_size)  # a NumPy integer is none for `random`
+        object.__setattr__(self, "seed", check_integer("seed", self.seed))
         get_policy(self.policy)
         if self.length_fn is not None and not callable(self.length_fn):
             raise ValueError(f"length_fn is {self.length_fn!r}, expected a callable that takes an encoded sample")
@@ -64,11 +65,12 @@ class Entry(NamedTuple):
     length: float
 
 
-def check_integer(name: str, value: Any, *, minimum: int | None = None, hint: str = "") -> None:
-    """Raise a `ValueError` that names the setting if `value` is no integer or below `minimum`."""
+def check_integer(name: str, value: Any, *, minimum: int | None = None, hint: str = "") -> int:
+    """Return `value` as an int; raise a `ValueError` that names the setting if it is no integer or below `minimum`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or (minimum is not None and value < minimum):
         bound = "" if minimum is None else f" of at least {minimum}"
         raise ValueError(f"{name} is {value!r}, expected an integer{bound}" + (f" ({hint})" if hint else ""))
+    return int(value)
 
 
 class LengthPool:
