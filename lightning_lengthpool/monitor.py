@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lengthpool import report
+from lightning_lengthpool.compute_hooks import ComputeHooks, collectives_issued
 from lightning_lengthpool.metrics import IdleFraction, PaddingFraction, RankSpread, UsefulFraction
 from lightning_lengthpool.recorder import CudaStepRecorder, StepRecorder
 from lightning_lengthpool.records import COLUMNS, RunTotals, append_steps, by_step
@@ -83,8 +84,7 @@ class SyncMonitor(Callback):
         self.length_fn = length_fn
         self._recorder = StepRecorder()
         self._totals = RunTotals()
-        self._handles: list[Any] = []
-        self._trained: list[int] = []
+        self._hooks: ComputeHooks | None = None
         self._path: Path | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -113,13 +113,8 @@ class SyncMonitor(Callback):
         if not self._measured:
             rank_zero_warn(UNSUPPORTED.format(strategy=type(trainer.strategy).__name__))
         self._remove_hooks()
-        if self._is_ddp:
-            recorder = self._recorder  # a closure, for a copy of the module must not copy this callback
-
-            def enter_forward(*_: Any) -> None:
-                recorder.start_compute(_collectives_issued())
-
-            self._handles.append(pl_module.register_forward_pre_hook(enter_forward))
+        if self._measured:
+            self._hooks = ComputeHooks(pl_module, self._recorder, self._is_ddp)
         if trainer.is_global_zero and self._path is not None:
             _keep_steps_before(self._path, _step_number(trainer))
 
@@ -127,15 +122,15 @@ class SyncMonitor(Callback):
         pop_record = getattr(trainer.train_dataloader, "pop_record", None)  # a fit may have several loaders
         record = pop_record() if pop_record else None
         lengths = self.length_fn(batch) if self.length_fn else record.lengths
-        if self._measured:
-            self._watch_gradients(pl_module)
+        if self._hooks is not None:
+            self._hooks.watch_gradients()
         timing = (record.fetch_started, record.data_seconds) if record else ()
         self._recorder.begin(_step_number(trainer), lengths, *timing)
         if self._measured and not self._is_ddp:
-            self._recorder.start_compute(_collectives_issued())
+            self._recorder.start_compute(collectives_issued())
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        self._recorder.start_backward(_collectives_issued())
+        self._recorder.start_backward(collectives_issued())
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._recorder.end_backward()
@@ -163,31 +158,10 @@ class SyncMonitor(Callback):
         if trainer.world_size == 1 and self._path is not None:  # else no exchange: other ranks may be gone
             self._exchange(trainer)
 
-    def _watch_gradients(self, module: LightningModule) -> None:
-        """Mark each gradient once it is accumulated, before DDP's hook sees it; anew if parameters were (un)frozen.
-
-        `torch.autograd.graph.register_multi_grad_hook` would give the last one alone, but it keeps all
-        gradients alive until then, which costs their memory twice, and makes `torch.autograd.grad` on
-        parameters fail.
-        """
-        params = [param for param in module.parameters() if param.requires_grad]
-        if self._trained == (trained := [id(param) for param in params]):
-            return
-        keep = 1 if self._is_ddp else 0  # the forward hook stays
-        for handle in self._handles[keep:]:
-            handle.remove()
-        recorder = self._recorder
-
-        def gradient_ready(_: Tensor) -> None:
-            recorder.mark_gradient()
-
-        hooks = [param.register_post_accumulate_grad_hook(gradient_ready) for param in params]
-        self._handles, self._trained = [*self._handles[:keep], *hooks], trained
-
     def _remove_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._trained = [], []
+        if self._hooks is not None:
+            self._hooks.remove()
+            self._hooks = None
 
     def _exchange(self, trainer: Trainer) -> None:
         """Gather the records of all ranks, and on rank zero log and write them."""
@@ -244,17 +218,6 @@ def _step_number(trainer: Trainer) -> int:
     would count each of several optimizers.
     """
     return trainer.fit_loop.epoch_loop._batches_that_stepped
-
-
-def _collectives_issued() -> int | None:
-    """How many collectives this process has issued in all its groups; None where torch does not tell."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return 0
-    try:
-        groups = torch.distributed.distributed_c10d._world.pg_map
-        return sum(group._get_sequence_number_for_group() for group in groups)
-    except (AttributeError, RuntimeError):
-        return None
 
 
 def _keep_steps_before(path: Path, step: int) -> None:
