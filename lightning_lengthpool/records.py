@@ -1,15 +1,11 @@
-"""Step records: what is kept of each micro-batch on each rank, their file, and their sums.
+"""Step records: what is kept of each micro-batch on each rank, and their sums.
 
-A step record is one micro-batch on one rank: a row of `steps.csv` with the columns `COLUMNS`. Rows are sorted
-by step, micro-batch and rank; with gradient accumulation several rows of a rank share a step. An empty cell
-is a figure that could not be measured. In memory records are a dict of columns, one array each, with NaN for
-an empty cell. All formulas are in `cost.py`.
+A step record is one micro-batch on one rank, with the figures `COLUMNS`. Records are a dict of columns, one
+array each, sorted by step, micro-batch and rank; with gradient accumulation several records of a rank share a
+step. NaN is a figure that could not be measured. Their file is in `steps_file.py`, all formulas in `cost.py`.
 """
 
-import csv
-import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,49 +40,11 @@ SUMMARY = (
 """The figures of a whole run, see `RunTotals.summary`."""
 
 
-def read_steps(path: str | Path) -> dict[str, Array]:
-    """Read a `steps.csv`.
-
-    Args:
-        path: The file.
-
-    Returns:
-        One float64 array for each of `COLUMNS`, one entry a row; NaN for an empty cell.
-
-    Raises:
-        ValueError: If the header is not that of a step record file.
-    """
-    with Path(path).open(newline="") as file:
-        header, *rows = list(csv.reader(file)) or [[]]
-    if tuple(header) != COLUMNS:
-        raise ValueError(f"{path} is not a step record file: expected the header {','.join(COLUMNS)}.")
-    table = np.array([[float(cell) if cell else np.nan for cell in row] for row in rows]).reshape(-1, len(COLUMNS))
-    return dict(zip(COLUMNS, table.T, strict=True))
-
-
-def append_steps(path: str | Path, steps: Mapping[str, Array]) -> None:
-    """Append records to a `steps.csv`, which is begun with a header if it does not exist yet."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        if not file.tell():
-            writer.writerow(COLUMNS)
-        for row in zip(*(steps[name] for name in COLUMNS), strict=True):
-            writer.writerow([_cell(name, value) for name, value in zip(COLUMNS, row, strict=True)])
-
-
-def _cell(name: str, value: float) -> str:
-    if math.isnan(value):
-        return ""
-    return f"{value:.6f}" if name.endswith("seconds") else f"{value:.15g}"
-
-
 def by_step(steps: Mapping[str, Array]) -> dict[str, Array]:
     """Sum the micro-batches of each step: what lies between two gradient reductions counts as one.
 
     Args:
-        steps: Records, sorted as in a `steps.csv`.
+        steps: Records, sorted by step, micro-batch and rank.
 
     Returns:
         `step`, shape `[steps]`, `rank`, shape `[ranks]`, and all other columns but `longest`, shape `[steps,

@@ -1,4 +1,4 @@
-"""Step records: their file, their sums by step, the figures of a run."""
+"""Step records: their sums by step, the figures of a run."""
 
 import math
 
@@ -6,35 +6,11 @@ import numpy as np
 import pytest
 
 from lightning_lengthpool import cost, records
-from lightning_lengthpool.records import COLUMNS
-
-HEADER = ",".join(COLUMNS)
-
-
-def test_reading_and_appending_are_inverse(steps_csv, tmp_path):
-    steps = records.read_steps(steps_csv)
-    assert steps["rank"].tolist() == [0, 1] * 4
-    assert steps["longest"].tolist() == [5, 5, 6, 4, 9, 12, 1, 2]
-    assert np.isnan(steps["compute_seconds"]).tolist() == [False] * 7 + [True]
-    copy = tmp_path / "new" / "steps.csv"
-    for part in (slice(0, 4), slice(4, 8)):
-        records.append_steps(copy, {name: column[part] for name, column in steps.items()})
-    for name, column in records.read_steps(copy).items():
-        np.testing.assert_array_equal(column, steps[name])
-    assert copy.read_text().splitlines()[-1] == "6,1,2,3,2,4,0.000000,,,3.000000"
-    assert copy.read_text().count(HEADER) == 1
-
-
-def test_another_file_is_refused(tmp_path):
-    path = tmp_path / "other.csv"
-    for content in ("", "step,loss\n1,2\n"):
-        path.write_text(content)
-        with pytest.raises(ValueError, match="other.csv is not a step record file"):
-            records.read_steps(path)
+from lightning_lengthpool.steps_file import read_steps
 
 
 def test_micro_batches_are_summed_by_step(steps_csv):
-    table = records.by_step(records.read_steps(steps_csv))
+    table = records.by_step(read_steps(steps_csv))
     assert table["step"].tolist() == [4, 5, 6] and table["rank"].tolist() == [0, 1]
     assert table["tokens"].tolist() == [[14, 14], [9, 12], [2, 3]]
     assert table["compute_seconds"][:2].tolist() == [[3, 4], [2, 4]]
@@ -42,13 +18,13 @@ def test_micro_batches_are_summed_by_step(steps_csv):
 
 
 def test_gaps_are_named(steps_csv):
-    steps = {name: np.delete(column, 3) for name, column in records.read_steps(steps_csv).items()}
+    steps = {name: np.delete(column, 3) for name, column in read_steps(steps_csv).items()}
     with pytest.raises(ValueError, match="one row for each of the 2 ranks"):
         records.by_step(steps)
 
 
 def test_summary_worked_out_by_hand(steps_csv):
-    summary = records.summarize(records.read_steps(steps_csv))
+    summary = records.summarize(read_steps(steps_csv))
     ranks = summary.pop("ranks")
     assert summary == pytest.approx(
         {
@@ -79,7 +55,7 @@ def test_summary_worked_out_by_hand(steps_csv):
 
 
 def test_adding_in_chunks_gives_the_same_summary(steps_csv):
-    steps = records.read_steps(steps_csv)
+    steps = read_steps(steps_csv)
     totals = records.RunTotals()
     for part in (slice(0, 4), slice(4, 4), slice(4, 8)):
         totals.add({name: column[part] for name, column in steps.items()})
@@ -87,7 +63,7 @@ def test_adding_in_chunks_gives_the_same_summary(steps_csv):
 
 
 def test_one_step_has_no_speed_and_no_steps_have_nothing(steps_csv):
-    steps = records.read_steps(steps_csv)
+    steps = read_steps(steps_csv)
     first = records.summarize({name: column[:4] for name, column in steps.items()})
     assert math.isnan(first["tokens_per_second"]) and math.isnan(first["seconds_per_step"])
     nothing = records.summarize({name: column[:0] for name, column in steps.items()})
