@@ -1,0 +1,203 @@
+"""What the split of the idle time means, in sentences, each with what to do about it."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_lengthpool import cost
+from lightning_lengthpool.causes import Summary
+from lightning_lengthpool.distribution import non_iid
+from lightning_lengthpool.order import POLICIES
+from lightning_lengthpool.simulate import simulate
+
+Array = NDArray[np.float64]
+
+NAMED_FROM = 0.05  # a smaller part of the time is no cause worth a sentence
+REST_FROM = 0.1  # the same of what has no cause: some of it is always there
+POOL_SIZES = (100, 300, 1000, 3000)
+WORTH = 0.02  # a setting that gains less than this is not worth a change
+
+BY_TOKENS = " (by padded tokens; compute could not be measured)"
+
+
+def findings(
+    summary: Summary,
+    *,
+    hosts: Sequence[str] | None = None,
+    lengths: Sequence[Array] | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """Say why the ranks wait, the largest cause first, and what to do.
+
+    Args:
+        summary: What a `CauseTracker` has seen.
+        hosts: The host of each rank, in the order of `summary.ranks`.
+        lengths: For each rank the lengths of samples that it has seen, in tokens; without them no pool size can be
+            recommended by its predicted effect.
+        settings: The data module's `policy`, `pool_size`, `batch_size` and `num_workers`; empty for another one, which
+            is taken to have no pool, and a batch size of 1.
+
+    Returns:
+        Plain sentences without a full stop.
+    """
+    settings = settings or {}
+    if math.isnan(summary.idle):
+        return ["no step was measured"]
+    found: list[tuple[float, str]] = []
+    if summary.data >= NAMED_FROM:
+        found.append((summary.data, _data_sentence(summary, settings)))
+    if len(summary.ranks) == 1:
+        return ["one rank waits for nobody", *(sentence for _, sentence in found)]
+    if lengths is not None:
+        difference = _distribution(summary, lengths, settings)
+        if difference is None:
+            # one distribution, of which all samples together tell more than each rank's few
+            lengths = [np.concatenate(list(lengths))] * len(lengths)
+        else:
+            found.append(difference)
+    if summary.lengths >= NAMED_FROM:
+        found.append((summary.lengths, _lengths_sentence(summary, lengths, settings)))
+    found += [(summary.slow_rank, sentence) for sentence in _uneven_sentences(summary, hosts)]
+    if summary.rest >= REST_FROM:
+        found.append(
+            (
+                summary.rest,
+                f"compute that varies from step to step for equal cost causes {_percent(summary.rest)} idle: look for "
+                "too few CPU cores, garbage collection, other processes or throttling",
+            )
+        )
+    if not found:
+        return [f"nothing stands out: idle is {100 * summary.idle:.1f} %" + _basis(summary)]
+    # a part that is not known (NaN, of a rank once measured) goes last
+    return [sentence for _, sentence in sorted(found, key=lambda item: -np.nan_to_num(item[0]))]
+
+
+def compact_ranges(numbers: Iterable[int]) -> str:
+    """Write numbers as ranges.
+
+    Example:
+        >>> compact_ranges([0, 1, 2, 3, 7, 8])
+        '0-3, 7, 8'
+    """
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+
+
+def _data_sentence(summary: Summary, settings: Mapping[str, Any]) -> str:
+    workers = f" (num_workers is {settings['num_workers']})" if "num_workers" in settings else ""
+    return (
+        f"data loading is the bottleneck on {_ranks(summary.data_ranks)} ({_percent(summary.data)} idle): use more "
+        f"workers{workers}, or a cheaper encoder"
+    )
+
+
+def _uneven_sentences(summary: Summary, hosts: Sequence[str] | None) -> list[str]:
+    """One sentence for each host that has slow ranks, and each that has fast ones, the slowest first."""
+    groups: dict[tuple[str, bool], list[int]] = defaultdict(list)
+    for rank, factor in summary.uneven.items():
+        groups[hosts[summary.ranks.index(rank)] if hosts else "", factor > 1].append(rank)
+    sentences = []
+    for (host, is_slow), ranks in groups.items():
+        factors = sorted(summary.uneven[rank] for rank in ranks)
+        low, high = f"{factors[0]:.2f}", f"{factors[-1]:.2f}"
+        one = len(ranks) == 1
+        advice = (
+            f"check {'that GPU' if one else 'these GPUs'} for throttling (clocks, temperature, power limit) and the "
+            "host for other processes and CPU affinity"
+            if is_slow
+            else f"{'it waits' if one else 'they wait'} for the slower ones: use equal hardware on all ranks"
+        )
+        sentence = (
+            f"{_ranks(ranks)}{f' on host {host}' if host else ''} take{'s' if one else ''} "
+            f"{low if low == high else f'{low} to {high}'} x the median rank's time for equal cost: {advice}"
+        )
+        sentences.append((factors[-1], sentence))
+    return [sentence for _, sentence in sorted(sentences, reverse=True)]
+
+
+def _lengths_sentence(summary: Summary, lengths: Sequence[Array] | None, settings: Mapping[str, Any]) -> str:
+    start = f"lengths cause {_percent(summary.lengths)} idle{_basis(summary)}: "
+    policy, pool_size = settings.get("policy", "none"), settings.get("pool_size", 0)
+    pooled = policy != "none" and pool_size > 0
+    if lengths is None:
+        return start + (f"raise pool_size (it is {pool_size})" if pooled else "switch the pool on, e.g. pool_size 1000")
+    predicted = {
+        (name, size): _predict(summary, lengths, settings, name, size)
+        for name in POLICIES
+        if name != "none"
+        for size in POOL_SIZES
+    }
+    least = min(predicted.values())
+    best = min(
+        (choice for choice in predicted if predicted[choice] <= least + 0.01), key=lambda c: (c[1], predicted[c])
+    )
+    present = _predict(summary, lengths, settings, policy if pooled else "none", pool_size)
+    if present - predicted[best] < WORTH:
+        setting = f"policy {policy} with pool_size {pool_size}" if pooled else "no pool"
+        return (
+            f"{start}the present setting ({setting}) is already near the best that a pool can do here, about "
+            f"{_percent(present)} (predicted)"
+        )
+    change = "" if best[0] == policy and pooled else f"policy {best[0]} with "
+    return f"{start}{change}pool_size {best[1]} would leave about {_percent(predicted[best])} (predicted)"
+
+
+def _distribution(summary: Summary, lengths: Sequence[Array], settings: Mapping[str, Any]) -> tuple[float, str] | None:
+    """What it costs that the ranks' lengths are distributed differently, if they are."""
+    batch_size, rng = settings.get("batch_size") or 1, np.random.default_rng(0)
+    # each sample once: samples drawn again and again would make chance differences look certain
+    batches = min(len(own) for own in lengths) // batch_size
+    if not batches:
+        return None
+    drawn = np.stack([rng.permutation(own)[: batches * batch_size].reshape(batches, batch_size) for own in lengths], 1)
+    longest = drawn.max(axis=2)
+    result = non_iid(_costs(summary, batch_size * longest, longest), rng)
+    if not result.differs:
+        return None
+    return result.excess, (
+        f"the ranks' lengths are distributed differently, which would leave {_percent(result.floor)} idle with any "
+        f"pool (predicted; {_percent(result.chance)} would be chance): deal the samples to the ranks at random, e.g. "
+        "by shuffling them over the shards"
+    )
+
+
+def _predict(
+    summary: Summary, lengths: Sequence[Array], settings: Mapping[str, Any], policy: str, pool_size: int
+) -> float:
+    """The idle fraction that lengths alone would cause."""
+    batch_size = settings.get("batch_size") or 1
+    micro_batches = max(1, round(summary.micro_batches))
+    # one largest pool or more; of few ranks more, for they leave more to chance
+    samples = max(max(POOL_SIZES), min(12_000, 200_000 // len(lengths)))
+    steps = max(1, samples // (batch_size * micro_batches))
+    _, padded, longest = simulate(lengths, policy, pool_size, batch_size, steps * micro_batches)
+    costs = _costs(summary, padded, longest)
+    return cost.idle_fraction(costs.reshape(steps, micro_batches, -1).sum(axis=1))
+
+
+def _costs(summary: Summary, padded: Array, longest: Array) -> Array:
+    """Seconds by the reference fit, else padded tokens."""
+    if summary.by == "tokens" or summary.reference is None:
+        return padded
+    return np.maximum(summary.reference.seconds(padded, longest), 0.0)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {compact_ranges(ranks)}"
+
+
+def _basis(summary: Summary) -> str:
+    return BY_TOKENS if summary.by == "tokens" else ""
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.0f} %"

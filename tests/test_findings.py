@@ -1,0 +1,163 @@
+"""What the findings say of a split, word for word."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+
+from lightning_lengthpool import cost
+from lightning_lengthpool.causes import Summary
+from lightning_lengthpool.findings import POOL_SIZES, compact_ranges, findings
+from lightning_lengthpool.fit import Fit
+from lightning_lengthpool.simulate import simulate
+
+SETTINGS = {"policy": "pool", "pool_size": 1000, "batch_size": 1, "num_workers": 1}
+THROTTLING = "for throttling (clocks, temperature, power limit) and the host for other processes and CPU affinity"
+
+
+def summary(ranks=4, **changes):
+    parts = {"lengths": 0.0, "slow_rank": 0.0, "data": 0.0, "rest": 0.0} | {
+        name: changes.pop(name) for name in ("lengths", "slow_rank", "data", "rest") if name in changes
+    }
+    values = {
+        "steps": 1000,
+        "micro_batches": 1.0,
+        "ranks": list(range(ranks)),
+        "idle": sum(value for value in parts.values() if not math.isnan(value)),
+        "by": "seconds",
+        "uneven": {},
+        "data_ranks": [],
+        "fits": {},
+        "reference": Fit(0.0, 1e-4, math.inf),
+    }
+    return Summary(**(values | parts | changes))
+
+
+def heavy_tailed(ranks=4, samples=3000):
+    return [np.minimum(np.random.default_rng(rank).lognormal(6, 0.5, samples), 1500) for rank in range(ranks)]
+
+
+def test_nothing_stands_out():
+    assert findings(summary(lengths=0.021)) == ["nothing stands out: idle is 2.1 %"]
+    by_tokens = summary(lengths=0.021, slow_rank=math.nan, data=math.nan, rest=math.nan, by="tokens")
+    assert findings(by_tokens, lengths=heavy_tailed(), settings=SETTINGS) == [
+        "nothing stands out: idle is 2.1 % (by padded tokens; compute could not be measured)"
+    ]
+
+
+def test_nothing_measured():
+    assert findings(summary(idle=math.nan)) == ["no step was measured"]
+
+
+def test_one_rank():
+    assert findings(summary(1)) == ["one rank waits for nobody"]
+    first, second = findings(summary(1, data=0.3, data_ranks=[0]), settings=SETTINGS)
+    assert first == "one rank waits for nobody" and second.startswith("data loading is the bottleneck on rank 0 (30 %")
+
+
+def predicted(sentence):
+    return float(re.search(r"about (\d+) % \(predicted\)$", sentence)[1]) / 100
+
+
+def test_lengths_with_a_prediction():
+    lengths = heavy_tailed()
+    (sentence,) = findings(summary(lengths=0.41), lengths=lengths, settings=SETTINGS | {"policy": "none"})
+    assert sentence.startswith("lengths cause 41 % idle: policy pool with pool_size 1000 would leave about ")
+    pooled = [np.concatenate(lengths)] * 4
+    idle = {size: cost.idle_fraction(simulate(pooled, "pool", size, 1, 12_000)[1]) for size in POOL_SIZES}
+    assert predicted(sentence) == pytest.approx(idle[1000], abs=0.005)
+    assert idle[1000] <= idle[3000] + 0.01 < idle[300]
+    assert findings(summary(lengths=0.41), lengths=lengths) == [sentence]  # any other data module has no pool
+
+
+def test_raising_a_small_pool():
+    (sentence,) = findings(summary(lengths=0.2), lengths=heavy_tailed(), settings=SETTINGS | {"pool_size": 10})
+    assert sentence.startswith("lengths cause 20 % idle: pool_size 1000 would leave about ")
+
+
+def test_a_pool_that_cannot_get_much_better():
+    (sentence,) = findings(summary(lengths=0.06), lengths=heavy_tailed(), settings=SETTINGS)
+    assert sentence.startswith(
+        "lengths cause 6 % idle: the present setting (policy pool with pool_size 1000) is already near the best that a "
+        "pool can do here, about "
+    )
+
+
+def test_predictions_use_the_fit_and_sum_accumulated_micro_batches(monkeypatch):
+    monkeypatch.setattr("lightning_lengthpool.findings.POOL_SIZES", (10,))
+
+    def predict(**changes):
+        return predicted(findings(summary(lengths=0.4, **changes), lengths=heavy_tailed())[0])
+
+    plain = predict()
+    assert predict(micro_batches=8.0) < 0.85 * plain
+    assert predict(reference=Fit(0.3, 1e-4, math.inf)) < 0.5 * plain  # most seconds do not depend on lengths
+    assert predict(reference=Fit(0.0, 1e-4, 100.0)) > 1.2 * plain
+    assert predict(reference=Fit(0.3, 1e-4, math.inf), by="tokens") == plain
+
+
+@pytest.mark.parametrize(
+    "settings, advice",
+    [
+        ({}, "switch the pool on, e.g. pool_size 1000"),
+        (SETTINGS | {"policy": "none"}, "switch the pool on, e.g. pool_size 1000"),
+        (SETTINGS, "raise pool_size (it is 1000)"),
+    ],
+)
+def test_lengths_without_samples(settings, advice):
+    assert findings(summary(lengths=0.2), settings=settings) == [f"lengths cause 20 % idle: {advice}"]
+
+
+def test_a_slow_rank_is_named_even_if_it_costs_little():
+    assert findings(summary(slow_rank=0.03, uneven={3: 1.314}), hosts=["a", "a", "b", "b"]) == [
+        f"rank 3 on host b takes 1.31 x the median rank's time for equal cost: check that GPU {THROTTLING}"
+    ]
+
+
+def test_slow_ranks_are_grouped_by_host():
+    slow = {1: 1.2, 4: 1.3, 5: 1.5, 6: 1.4}
+    assert findings(summary(8, slow_rank=0.3, uneven=slow), hosts=["a"] * 4 + ["b"] * 4) == [
+        f"ranks 4-6 on host b take 1.30 to 1.50 x the median rank's time for equal cost: check these GPUs {THROTTLING}",
+        f"rank 1 on host a takes 1.20 x the median rank's time for equal cost: check that GPU {THROTTLING}",
+    ]
+    (sentence,) = findings(summary(8, slow_rank=0.3, uneven=slow))
+    assert sentence.startswith("ranks 1, 4-6 take 1.20 to 1.50 x")
+
+
+def test_a_fast_rank_is_told_apart_from_slow_ones():
+    sentences = findings(summary(slow_rank=0.1, uneven={0: 0.6, 2: 1.4}), hosts=["a", "a", "a", "b"])
+    assert any("rank 2 on host a takes 1.40 x" in sentence and "throttling" in sentence for sentence in sentences)
+    assert any("rank 0 on host a takes 0.60 x" in sentence and "it waits" in sentence for sentence in sentences)
+
+
+def test_data():
+    starved = summary(8, data=0.23, data_ranks=[0, 1, 2, 3, 7])
+    assert findings(starved, settings=SETTINGS) == [
+        "data loading is the bottleneck on ranks 0-3, 7 (23 % idle): use more workers (num_workers is 1), or a cheaper "
+        "encoder"
+    ]
+    assert findings(starved)[0].endswith("(23 % idle): use more workers, or a cheaper encoder")
+
+
+def test_the_largest_cause_comes_first():
+    everything = summary(lengths=0.1, slow_rank=0.2, data=0.15, rest=0.12, uneven={0: 1.4}, data_ranks=[1])
+    starts = [
+        "rank 0",
+        "data loading",
+        "compute that varies from step to step for equal cost causes 12 % idle",
+        "lengths cause",
+    ]
+    for sentence, start in zip(findings(everything), starts, strict=True):
+        assert sentence.startswith(start)
+
+
+def test_ranks_whose_lengths_differ():
+    lengths = [own * factor for own, factor in zip(heavy_tailed(), (1, 1, 1, 2), strict=True)]
+    (sentence,) = findings(summary(lengths=0.02), lengths=lengths, settings=SETTINGS)
+    assert sentence.startswith("the ranks' lengths are distributed differently, which would leave 3")
+
+
+def test_compact_ranges():
+    assert compact_ranges([7, 0, 1, 2, 3, 9, 10]) == "0-3, 7, 9, 10"
+    assert compact_ranges([]) == ""
