@@ -1,4 +1,4 @@
-"""The command line: Lightning's own (`fit`, `validate`, `test`, `predict`), and `compare`."""
+"""The command line: Lightning's own (`fit`, `validate`, `test`, `predict`), `compare` and `report`."""
 
 import argparse
 import os
@@ -12,9 +12,11 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning_lengthpool import LengthPoolDataModule, SyncMonitor
 from lightning_lengthpool.compare import compare
 from lightning_lengthpool.order import POLICIES
+from lightning_lengthpool.page import STEPS, report
 
 DESCRIPTION = """Train with the same sample length on every rank at the same step.
-There is one more subcommand than Lightning's: 'compare --help' runs the same training once per policy."""
+There are two more subcommands than Lightning's: 'compare' runs the same training once per policy, and 'report' makes an
+HTML page of what SyncMonitor wrote about a run. See 'compare --help' and 'report --help'."""
 
 
 class _Parser(LightningArgumentParser):
@@ -86,20 +88,41 @@ def _compare_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _report_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="report",
+        description="Show where the time of a run goes, finished or still going: one HTML page that needs no network, "
+        "with the causes of waiting in words and five figures, also written as PNGs beside it.",
+    )
+    parser.add_argument("run", help="a steps.csv, or a folder with one somewhere below it (runs/demo/version_0)")
+    parser.add_argument("--baseline", metavar="RUN", help="the same of a run to compare with, say one without a pool")
+    parser.add_argument("--out", metavar="DIR", help="folder for report.html (default: 'report' beside the steps.csv)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=STEPS,
+        help="how many of the newest steps to show step by step (default: %(default)s)",
+    )
+    return parser
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Entry point of `train.py` and of the console script."""
     if os.getcwd() not in sys.path:  # the console script should find the user's own modules, as 'python train.py' does
         sys.path.insert(0, os.getcwd())
     given = sys.argv[1:] if args is None else list(args)
-    if given[:1] != ["compare"]:
+    if given[:1] not in (["compare"], ["report"]):
         LengthPoolCLI(args)
         return
-    parser = _compare_parser()
+    parser = _compare_parser() if given[0] == "compare" else _report_parser()
     options = vars(parser.parse_args(given[1:]))
-    configs = options.pop("config")
     try:
-        compare(parse_config(configs), configs, **options)
-    except ValueError as error:
+        if given[0] == "report":
+            report(**options)
+        else:
+            configs = options.pop("config")
+            compare(parse_config(configs), configs, **options)
+    except (ValueError, OSError) as error:
         parser.error(str(error))
 
 

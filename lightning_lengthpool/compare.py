@@ -14,7 +14,8 @@ from typing import IO, Any
 
 import yaml
 
-from lightning_lengthpool.report import compare_figure, compare_runs, compare_table, print_table, write_json
+from lightning_lengthpool import figures
+from lightning_lengthpool.report import compare_runs, compare_table, print_table, write_json
 
 _SHOWN_OF_A_FAILURE = 3000  # characters of a failed run's output
 
@@ -86,7 +87,7 @@ def compare(
     if all(len(run["ranks"]) == 1 for policy in result["policies"] for run in policy["runs"]):
         print("NOTE: one rank waits for nobody. Set trainer.devices to 2 or more to see what the policies change.")
     write_json(result, Path(out) / "compare.json")
-    compare_figure(result, Path(out) / "compare.png")
+    (Path(out) / "compare.png").write_bytes(figures.png(figures.compare_figure(result)))
     print(f"Written: {Path(out) / 'compare.json'} and {Path(out) / 'compare.png'}")
     return result
 

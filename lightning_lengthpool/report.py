@@ -1,4 +1,4 @@
-"""Sums of step records -> tables, JSON and a figure."""
+"""Sums of step records -> tables and JSON."""
 
 import json
 import math
@@ -12,7 +12,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lightning_lengthpool.records import by_step, read_steps, summarize
+from lightning_lengthpool.records import summarize
+from lightning_lengthpool.steps_file import read_steps
 
 SHOWN_RANKS = 16
 
@@ -28,6 +29,7 @@ FIGURES = {
     "seconds_to_first_batch": ("seconds to the first batch", 1.0, 2, " s"),
     "val_loss": ("validation loss", 1.0, 4, ""),
 }
+_SECONDS = ("compute_seconds", "wait_seconds", "data_seconds")
 COMPARED = tuple(name for name in FIGURES if name not in ("useful_fraction", "data_wait_seconds"))
 
 
@@ -97,15 +99,9 @@ def _shown(name: str, value: float | None, std: float | None = None) -> str:
     return f"{shown:,.{decimals}f}{deviation}{unit}"
 
 
-def steps_table(summary: Mapping[str, Any]) -> RenderableType:
-    """A run's figures and a row for each rank; of more than 16 ranks the 8 most and the 8 least busy."""
+def figure_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """A run's figures as text: heading, value, and a note or ''."""
     steps, measured = summary["steps"], summary["compute_steps"]
-    figures = Table(
-        box=None, show_header=False, title=f"Synchronisation, {len(summary['ranks'])} rank(s), {steps} step(s)"
-    )
-    figures.add_column(style="bold")
-    figures.add_column(justify="right")
-    figures.add_column(style="dim")
     notes = {
         "idle_fraction_compute": f"compute: {measured} of {steps} steps",
         "idle_fraction_tokens": f"tokens: {steps} of {steps} steps",
@@ -113,32 +109,62 @@ def steps_table(summary: Mapping[str, Any]) -> RenderableType:
         "seconds_per_step": "without the first step",
         "data_wait_seconds": "slowest rank of each step",
     }
-    for name, (heading, *_) in FIGURES.items():
-        if name in summary:
-            figures.add_row(heading, _shown(name, summary[name]), notes.get(name, ""))
+    return [
+        (heading, _shown(name, summary[name]), notes.get(name, ""))
+        for name, (heading, *_) in FIGURES.items()
+        if name in summary
+    ]
 
-    by = "compute" if measured else "tokens"
-    table = Table(box=box.SIMPLE_HEAD)
-    for heading in ("rank", "samples", "tokens", "compute s", "wait s", "data wait s", f"idle by {by}"):
-        table.add_column(heading, justify="right")
+
+def rank_rows(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]], int]:
+    """A row of text for each rank; of more than 16 ranks the 8 most and the 8 least busy.
+
+    Returns:
+        The headings, the rows, and how many ranks are not among them. If there are any, the rows are sorted from the
+        busiest to the least busy.
+    """
+    by = "compute" if summary["compute_steps"] else "tokens"
+    headings = ["rank", "samples", "tokens", "compute s", "wait s", "data wait s", f"idle by {by}"]
     rows = summary["ranks"]
-    hidden = len(rows) - SHOWN_RANKS
-    if hidden > 0:
+    hidden = max(0, len(rows) - SHOWN_RANKS)
+    if hidden:
         rows = sorted(rows, key=lambda row: row["idle_fraction"])
         rows = [*rows[: SHOWN_RANKS // 2], *rows[-SHOWN_RANKS // 2 :]]
-    for i, row in enumerate(rows):
-        seconds = (row["compute_seconds"], row["wait_seconds"], row["data_seconds"])
-        table.add_row(
+    shown = [
+        [
             str(row["rank"]),
             f"{row['samples']:,}",
             f"{row['tokens']:,.0f}",
-            *("-" if math.isnan(_number(value)) else f"{value:,.2f}" for value in seconds),
+            *("-" if math.isnan(_number(row[name])) else f"{row[name]:,.2f}" for name in _SECONDS),
             _shown("idle_fraction_tokens", row["idle_fraction"]),
-            end_section=hidden > 0 and i == SHOWN_RANKS // 2 - 1,
-        )
-    if hidden <= 0:
-        return Group(figures, table)
-    return Group(figures, table, Text(f"The 8 most and the 8 least busy ranks; {hidden} are not shown."))
+        ]
+        for row in rows
+    ]
+    return headings, shown, hidden
+
+
+def hidden_note(hidden: int) -> str:
+    """What stands below a table of ranks that leaves some out."""
+    return f"The {SHOWN_RANKS // 2} most and the {SHOWN_RANKS // 2} least busy ranks; {hidden} are not shown."
+
+
+def steps_table(summary: Mapping[str, Any]) -> RenderableType:
+    """A run's figures and a row for each rank; of more than 16 ranks the 8 most and the 8 least busy."""
+    title = f"Synchronisation, {len(summary['ranks'])} rank(s), {summary['steps']} step(s)"
+    figures = Table(box=None, show_header=False, title=title)
+    figures.add_column(style="bold")
+    figures.add_column(justify="right")
+    figures.add_column(style="dim")
+    for figure in figure_rows(summary):
+        figures.add_row(*figure)
+
+    headings, rows, hidden = rank_rows(summary)
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for i, row in enumerate(rows):
+        table.add_row(*row, end_section=hidden > 0 and i == SHOWN_RANKS // 2 - 1)
+    return Group(figures, table, *([Text(hidden_note(hidden))] if hidden else []))
 
 
 def compare_table(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -160,67 +186,3 @@ def print_table(table: RenderableType) -> None:
     """Print a table; without colours and 110 columns wide where the output is not a terminal."""
     console = Console()
     (console if console.is_terminal else Console(width=110, color_system=None)).print(table)
-
-
-def compare_figure(results: Mapping[str, Any], path: str | Path, window: int = 60) -> None:
-    """Draw the policies side by side as a PNG.
-
-    Above, for each policy's first run, the compute seconds of every rank over the last `window` steps, with
-    the time that the ranks wait for the slowest shaded (padded tokens where compute was not measured). Below,
-    idle and padding.
-
-    Args:
-        results: What `compare_runs` returned; its `steps_csv` files are read again.
-        path: The file to write.
-        window: Number of steps shown.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no global backend, no display
-    from matplotlib.figure import Figure
-
-    policies = results["policies"]
-    tables = [by_step(read_steps(entry["runs"][0]["steps_csv"])) for entry in policies]
-    measured = all(not np.isnan(table["compute_seconds"]).all() for table in tables)
-    column, unit = ("compute_seconds", "own compute [s]") if measured else ("padded_tokens", "padded tokens")
-
-    figure = Figure(figsize=(max(3.4 * len(policies), 6.0), 6.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(2, len(policies), height_ratios=[3, 2])
-    top = None
-    for i, (entry, table) in enumerate(zip(policies, tables, strict=True)):
-        own, step = (
-            table[column][1:][-window:],
-            table["step"][1:][-window:],
-        )  # the first step contains the start-up
-        slowest = own.max(axis=1)
-        axes = top = figure.add_subplot(grid[0, i], sharey=top)
-        for rank in range(own.shape[1]):
-            axes.fill_between(step, own[:, rank], slowest, color="tab:red", alpha=0.5 / own.shape[1], linewidth=0)
-        axes.plot(step, own, linewidth=0.9, color="tab:blue", alpha=max(0.25, 0.9 / own.shape[1] ** 0.5))
-        axes.plot(step, slowest, linewidth=1.1, color="black")
-        idle = entry["mean"]["idle_fraction_compute" if measured else "idle_fraction_tokens"]
-        axes.set(title=f"{entry['policy']}: {100 * _number(idle):.1f} % idle", xlabel="step", ylim=(0, None))
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelleft=i == 0)
-        if i == 0:
-            axes.set_ylabel(unit)
-    handles = [
-        *figure.axes[0].plot([], [], color="black", label="slowest rank"),
-        *figure.axes[0].plot([], [], color="tab:blue", label="each rank"),
-        figure.axes[0].fill_between([], [], color="tab:red", alpha=0.3, label="waiting for the slowest"),
-    ]
-    figure.legend(handles=handles, loc="outside upper center", ncols=3, frameon=False)
-
-    bars = figure.add_subplot(grid[1, :])
-    names = ("idle_fraction_compute", "idle_fraction_tokens", "padding_fraction")
-    for k, (name, colour) in enumerate(zip(names, ("tab:red", "tab:orange", "tab:gray"), strict=True)):
-        heights = [100 * _number(entry["mean"][name]) for entry in policies]
-        errors = [100 * _number(entry["std"][name]) for entry in policies]
-        places = np.arange(len(policies)) + (k - 1) * 0.27
-        drawn = bars.bar(places, heights, 0.25, yerr=errors, color=colour, capsize=3, label=FIGURES[name][0])
-        bars.bar_label(drawn, [f"{h:.1f}" if np.isfinite(h) else "" for h in heights], padding=2, fontsize=9)
-    bars.set_xticks(range(len(policies)), [entry["policy"] for entry in policies])
-    bars.set_ylabel("% (lower is better)")
-    bars.margins(y=0.15)
-    bars.spines[["top", "right"]].set_visible(False)
-    bars.legend(frameon=False, ncols=3, loc="upper right", bbox_to_anchor=(1, 1.16))
-    figure.savefig(path, dpi=150)

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from lightning_lengthpool.cli import main
+from lightning_lengthpool.records import COLUMNS
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -111,12 +114,34 @@ def test_a_run_that_fails_ends_compare_with_its_output(cache: Path, tmp_path: Pa
     assert done.returncode == 2 and "the run of policy none failed" in done.stderr and "-1.0" in done.stderr
 
 
+def test_report_makes_a_page_of_a_run(cache: Path, tmp_path: Path, steps_csv: Path) -> None:
+    done = run(["report", str(tmp_path), "--out", "page", "--steps", "50"], cache, tmp_path)
+    assert "page/report.html" in done.stdout and "\n- " in done.stdout
+    assert "<h2>Findings</h2>" in (tmp_path / "page" / "report.html").read_text()
+    assert (tmp_path / "page" / "causes.png").stat().st_size > 10_000
+
+
+def test_report_says_in_one_line_why_there_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "steps.csv").write_text(f"{','.join(COLUMNS)}\n")
+    (tmp_path / "empty").mkdir()
+    for path, said in (
+        (tmp_path, "has no steps yet"),
+        (tmp_path / "empty", "no steps.csv"),
+        ("gone", "no file or folder"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["report", str(path)])
+        usage, *others = capsys.readouterr().err.strip().splitlines()
+        assert ended.value.code == 2 and len(others) == 1 and said in others[0]
+
+
 def test_help_is_the_manual(cache: Path, tmp_path: Path) -> None:
     text = run(["fit", "--help"], cache, tmp_path).stdout
     for setting in ("pool_size", "policy", "length_fn", "every_n_steps", "virtual_epoch_length"):
         assert f"init_args.{setting}" in text
     assert "compare --help" in run(["--help"], cache, tmp_path).stdout
     assert "--repeats" in run(["compare", "--help"], cache, tmp_path).stdout
+    assert "--baseline" in run(["report", "--help"], cache, tmp_path).stdout
 
 
 def test_the_console_script_finds_the_users_own_code(cache: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from lightning_lengthpool import records, report
 from lightning_lengthpool.records import COLUMNS
+from lightning_lengthpool.steps_file import StepsFile, read_steps
 
 
 def text(table: object) -> str:
@@ -18,12 +19,12 @@ def text(table: object) -> str:
 
 
 def test_table_says_what_is_left_out(steps_csv):
-    summary = records.summarize(records.read_steps(steps_csv))
+    summary = records.summarize(read_steps(steps_csv))
     shown = text(report.steps_table(summary))
     assert "18.8 %" in shown and "compute: 2 of 3 steps" in shown and "tokens: 3 of 3 steps" in shown
     assert "idle by compute" in shown and "37.5 %" in shown
     tokens_only = records.summarize(
-        records.read_steps(steps_csv) | {name: np.full(8, np.nan) for name in ("compute_seconds", "wait_seconds")}
+        read_steps(steps_csv) | {name: np.full(8, np.nan) for name in ("compute_seconds", "wait_seconds")}
     )
     shown = text(report.steps_table(tokens_only))
     assert "compute: 0 of 3 steps" in shown and "- " in shown and "idle by tokens" in shown
@@ -59,7 +60,9 @@ def runs(folder: Path, seed: int, scale: dict[str, float], repeats: int = 2, abs
                 "step_seconds": np.tile(compute.max(axis=1, keepdims=True) + 0.01, 4),
             }
             path = folder / f"{policy}{repeat}.csv"
-            records.append_steps(path, {name: grid[name].ravel() for name in COLUMNS})
+            file = StepsFile(path)
+            file.start(0)
+            file.append({name: grid[name].ravel() for name in COLUMNS})
             result.setdefault(policy, []).append({"steps_csv": path, "val_loss": 1.0 + repeat})
     return result
 
@@ -68,7 +71,7 @@ def test_compare_runs(tmp_path):
     result = report.compare_runs(runs(tmp_path, 0, {"none": 0.6, "pool": 0.1}))
     none, pool = result["policies"]
     assert (none["policy"], none["repeats"]) == ("none", 2)
-    idle = [records.summarize(records.read_steps(tmp_path / f"none{i}.csv"))["idle_fraction_compute"] for i in (0, 1)]
+    idle = [records.summarize(read_steps(tmp_path / f"none{i}.csv"))["idle_fraction_compute"] for i in (0, 1)]
     assert none["mean"]["idle_fraction_compute"] == pytest.approx(np.mean(idle))
     assert none["std"]["idle_fraction_compute"] == pytest.approx(np.std(idle, ddof=1))
     assert (none["mean"]["val_loss"], none["std"]["val_loss"]) == (1.5, pytest.approx(0.5**0.5))
@@ -95,14 +98,3 @@ def test_json_has_none_for_nan(tmp_path):
         {"a": float("nan"), "b": [np.float64(1.5), {"c": math.inf}], "d": np.int64(3)}, tmp_path / "x.json"
     )
     assert json.loads((tmp_path / "x.json").read_text()) == {"a": None, "b": [1.5, {"c": None}], "d": 3}
-
-
-@pytest.mark.parametrize("absent", [False, True])
-def test_figure_is_a_png_of_some_size(tmp_path, absent):
-    results = report.compare_runs(runs(tmp_path, 0, {"none": 0.6, "pool": 0.1}, repeats=1, absent=absent))
-    path = tmp_path / "figure.png"
-    report.compare_figure(results, path)
-    data = path.read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
-    assert width > 900 and height > 900
