@@ -138,7 +138,7 @@ def _lengths_sentence(summary: Summary, lengths: Sequence[Array] | None, setting
     }
     least = min(predicted.values())
     best = min(
-        (choice for choice in predicted if predicted[choice] <= least + 0.01), key=lambda c: (c[1], predicted[c])
+        (choice for choice in predicted if predicted[choice] <= least + WORTH), key=lambda c: (c[1], predicted[c])
     )
     present = _predict(summary, lengths, settings, policy if pooled else "none", pool_size)
     if present - predicted[best] < WORTH:
