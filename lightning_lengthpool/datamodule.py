@@ -207,6 +207,13 @@ class LengthPoolDataModule(LightningDataModule):
         """
         return self._eval_loader is not None and self._eval_loader.is_repeat(batch_idx)
 
+    def pool_settings(self) -> dict[str, Any]:
+        """What `SyncMonitor` reports and bases its advice on, in plain numbers."""
+        numbers = {name: getattr(self, name) for name in ("batch_size", "num_workers")}
+        numbers["pool_size"] = self.settings.pool_size
+        plain = {name: None if value is None else int(value) for name, value in numbers.items()}
+        return {"policy": self.settings.policy, **plain}
+
     def teardown(self, stage: str) -> None:
         """Stop the workers; their place in the training data is kept, for a checkpoint or another `fit`."""
         self._close()

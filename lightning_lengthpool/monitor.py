@@ -6,6 +6,8 @@ pass, past whatever DDP exchanges before it, to the rank's last local gradient. 
 backward pass returns is waiting.
 """
 
+import itertools
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,19 +21,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lengthpool import report
-from lightning_lengthpool.compute_hooks import ComputeHooks, collectives_issued
-from lightning_lengthpool.metrics import IdleFraction, PaddingFraction, RankSpread, UsefulFraction
+from lightning_lengthpool.checkpoint import gather
+from lightning_lengthpool.compute_hooks import ComputeHooks
+from lightning_lengthpool.journal import Journal
 from lightning_lengthpool.recorder import CudaStepRecorder, StepRecorder
-from lightning_lengthpool.records import COLUMNS, RunTotals, append_steps, by_step
+from lightning_lengthpool.reservoir import Reservoir
 
-HIDDEN = (
-    "SyncMonitor: the compute seconds of some steps are left out (empty cells in steps.csv), so their idle fraction "
-    "comes from padded tokens. The likely cause is communication inside the step before the last gradient, when a "
-    "rank's own work cannot be told from waiting: self.log(..., sync_dist=True) in training_step (use "
-    "sync_dist=False there), SyncBatchNorm, an all_reduce or all_gather in the forward pass, or several backward "
-    "passes in one step; or else a step without a backward pass."
-)
+SAMPLED_LENGTHS = 1000  # of each rank: enough for the advice at the end
+
 UNSUPPORTED = (
     "SyncMonitor: {strategy} communicates during the forward and backward pass, so a rank's own compute seconds "
     "cannot be measured; idle fractions come from padded tokens. A single device and DDP can be measured."
@@ -63,152 +60,215 @@ class SyncMonitor(Callback):
 
     A step is what lies between two gradient reductions: accumulated micro-batches are summed before ranks are
     compared. (Lightning itself exchanges a flag before every micro-batch, where accumulating ranks may wait for each
-    other as well; that lies between records and is not counted.) Compute seconds are measured on a single device and
-    under DDP. Where a collective runs inside the step before the last gradient, they are absent, with one warning.
-    `step_seconds` and `data_seconds` are host time.
+    other as well; that lies between records and is not counted.) `step_seconds` and `data_seconds` are host time.
+
+    Compute seconds are measured on a single device and under DDP: from the entry of the forward pass to the last local
+    gradient; with several backward passes they go on from the return of each to the last gradient of the next.
+    Launching a reduction counts as waiting, so a communication hook may block. Where any other collective runs within
+    compute, the figure is absent, with one warning. Not seen: communication outside torch.distributed, and an
+    asynchronous collective begun before the forward pass and waited for inside it.
+
+    When `fit` ends, the table is followed by the causes of waiting, in words (see `causes.CauseTracker`, whose figures
+    are also logged, as `sync/idle_by_*`, every 50 steps). The progress bar shows `idle %` of the last exchange.
 
     Args:
         every_n_steps: Optimizer steps between two exchanges. Default 50.
         length_fn: Returns the lengths, in tokens, of a batch's samples, as plain numbers. Default: the
             lengths that the train loader of `LengthPoolDataModule` reports. Needed with any other data.
+        max_rows: Rows of `steps.csv` at most (a row for each micro-batch and rank, about 60 bytes); above it every
+            second block of 100 steps is left out, then three of four, and so on. None for no cap.
+        log_figures: Give the figures of the `report` command to the loggers that take figures (TensorBoard, Weights &
+            Biases, MLflow) when `fit` ends.
+        alert_idle: Idle fraction, in 0 to 1, that calls for a warning: once, with the cause. Default: no warning.
+        alert_windows: Windows of 50 steps in a row that must be as idle before the warning comes.
 
     Raises:
-        ValueError: If `every_n_steps` is less than 1.
+        ValueError: If a number is out of its range.
         MisconfigurationException: When training starts, if neither the loader nor `length_fn` gives lengths.
     """
 
-    def __init__(self, every_n_steps: int = 50, length_fn: Callable[[Any], Sequence[float]] | None = None) -> None:
-        if every_n_steps < 1:
-            raise ValueError(f"every_n_steps must be at least 1, got {every_n_steps}.")
+    _fits = itertools.count()  # the same on all ranks
+
+    def __init__(
+        self,
+        every_n_steps: int = 50,
+        length_fn: Callable[[Any], Sequence[float]] | None = None,
+        *,
+        max_rows: int | None = 1_000_000,
+        log_figures: bool = False,
+        alert_idle: float | None = None,
+        alert_windows: int = 3,
+    ) -> None:
+        for name, value in (("every_n_steps", every_n_steps), ("alert_windows", alert_windows)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+        if max_rows is not None and max_rows < 1:
+            raise ValueError(f"max_rows must be at least 1, or None for no cap, got {max_rows}.")
+        if alert_idle is not None and not 0 < alert_idle <= 1:
+            raise ValueError(f"alert_idle is a fraction above 0 and at most 1, got {alert_idle}.")
         self.every_n_steps = every_n_steps
         self.length_fn = length_fn
+        self.max_rows = max_rows
+        self.log_figures = log_figures
+        self.alert_idle, self.alert_windows = alert_idle, alert_windows
         self._recorder = StepRecorder()
-        self._totals = RunTotals()
         self._hooks: ComputeHooks | None = None
-        self._path: Path | None = None
+        self.journal: Journal | None = None
+        self._folder: Path | None = None
+        self._training = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # asking for log_dir is a collective, so every rank must ask
-        self._totals = RunTotals()
         folder = trainer.log_dir or trainer.default_root_dir
-        self._path = None if trainer.fast_dev_run else Path(folder) / "sync" / "steps.csv"
+        self._folder = None if trainer.fast_dev_run else Path(folder) / "sync"
+        self.journal = None
+        self._training = False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.length_fn is None and not hasattr(trainer.train_dataloader, "pop_record"):
             raise MisconfigurationException(NO_LENGTHS.format(loader=type(trainer.train_dataloader).__name__))
         self._recorder = CudaStepRecorder() if pl_module.device.type == "cuda" else StepRecorder()
-        self._totals = RunTotals()
-        self._metrics = {
-            "idle_compute": IdleFraction(sync_on_compute=False),
-            "idle_tokens": IdleFraction(sync_on_compute=False),
-            "padding": PaddingFraction(sync_on_compute=False),
-            "useful": UsefulFraction(sync_on_compute=False),
-            "compute_seconds": RankSpread(sync_on_compute=False),
-            "tokens": RankSpread(sync_on_compute=False),
-        }
+        self._lengths = Reservoir(SAMPLED_LENGTHS)
         self._steps = 0
-        self._is_ddp = isinstance(trainer.strategy.model, DistributedDataParallel)
-        self._measured = self._is_ddp or isinstance(trainer.strategy, SingleDeviceStrategy)
-        self._warned = not self._measured
-        if not self._measured:
+        self._finished = -1  # the last step whose micro-batches are all there
+        self._held: list[np.ndarray] = []
+        self._name = f"steps-{next(self._fits)}"
+        self._flushes = 0
+        # under tensor parallelism the global rank is not the data-parallel one; the sampler's is
+        sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+        self._rank, self._ranks = int(sampler.get("rank", 0)), int(sampler.get("num_replicas", 1))
+        is_ddp = isinstance(trainer.strategy.model, DistributedDataParallel)
+        measured = is_ddp or isinstance(trainer.strategy, SingleDeviceStrategy)
+        if not measured:
             rank_zero_warn(UNSUPPORTED.format(strategy=type(trainer.strategy).__name__))
         self._remove_hooks()
-        if self._measured:
-            self._hooks = ComputeHooks(pl_module, self._recorder, self._is_ddp)
-        if trainer.is_global_zero and self._path is not None:
-            _keep_steps_before(self._path, _step_number(trainer))
+        if measured:
+            self._hooks = ComputeHooks(pl_module, self._recorder, is_ddp)
+        hosts = self._hosts(trainer)
+        if trainer.is_global_zero:
+            self.journal = Journal(
+                self._folder,
+                loggers=trainer.loggers,
+                hosts=hosts,
+                settings=getattr(trainer.datamodule, "pool_settings", dict)(),
+                max_rows=self.max_rows,
+                alert_idle=self.alert_idle,
+                alert_windows=self.alert_windows,
+                measured=measured,
+            )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         pop_record = getattr(trainer.train_dataloader, "pop_record", None)  # a fit may have several loaders
         record = pop_record() if pop_record else None
         lengths = self.length_fn(batch) if self.length_fn else record.lengths
-        if self._hooks is not None:
-            self._hooks.watch_gradients()
+        self._lengths.add(lengths)
         timing = (record.fetch_started, record.data_seconds) if record else ()
-        self._recorder.begin(_step_number(trainer), lengths, *timing)
-        if self._measured and not self._is_ddp:
-            self._recorder.start_compute(collectives_issued())
+        step = _step_number(trainer)
+        if not self._training:  # not earlier, for only now a resumed loop has counted the step that its checkpoint ends
+            self._training = True
+            if self.journal is not None:
+                self.journal.start(step)
+        self._recorder.begin(step, lengths, *timing)
+        if self._hooks is not None:
+            self._hooks.start_batch()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        self._recorder.start_backward(collectives_issued())
+        if self._hooks is not None:
+            self._hooks.start_backward()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._recorder.end_backward()
+        if self._hooks is not None:
+            self._hooks.end_backward()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._recorder.end()
-        if not trainer.fit_loop._should_accumulate():
-            self._steps += 1
-            if self._steps % self.every_n_steps == 0:
-                self._exchange(trainer)
+        if trainer.fit_loop._should_accumulate():
+            return
+        self._finished = _step_number(trainer)
+        self._steps += 1
+        if self._steps % self.every_n_steps == 0:
+            idle = self._exchange(trainer)
+            if idle is not None:
+                self.log("idle %", 100 * idle, prog_bar=True, logger=False, batch_size=1, rank_zero_only=True)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._flush(trainer)  # a run that resumes from here goes on without a gap
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._remove_hooks()
         self._exchange(trainer)
+        lengths = self._gather(trainer, torch.from_numpy(self._lengths.padded())).numpy()
+        ranks = self._gather(trainer, torch.tensor([self._rank])).ravel().tolist()
+        self._training = False
+        if self.journal is not None:
+            by_rank = dict(zip(reversed(ranks), lengths[::-1], strict=True))  # the first of each data rank
+            self.journal.close([own[~np.isnan(own)] for _, own in sorted(by_rank.items())])
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # later than on_train_end, where progress bars are still on the screen
-        if trainer.is_global_zero and self._totals.steps:
-            report.print_table(report.steps_table(self._totals.summary()))
+        if self.journal is not None:
+            if self.log_figures:
+                self.journal.log_figures()
+            self.journal.print()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._remove_hooks()
-        if trainer.world_size == 1 and self._path is not None:  # else no exchange: other ranks may be gone
-            self._exchange(trainer)
+        self._flush(trainer)
+        self._training = False
 
     def _remove_hooks(self) -> None:
         if self._hooks is not None:
             self._hooks.remove()
             self._hooks = None
 
-    def _exchange(self, trainer: Trainer) -> None:
-        """Gather the records of all ranks, and on rank zero log and write them."""
-        # under tensor parallelism the global rank is not the data-parallel one; the sampler's is
-        sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
-        own = torch.from_numpy(self._recorder.take(int(sampler.get("rank", 0))))
-        if not len(own):
-            return
-        gathered = own[None]
-        if trainer.world_size > 1:
-            # strategy.all_gather is the differentiable one, of which torch warns that it will go
-            own = own.to(trainer.strategy.root_device)
-            parts = [torch.empty_like(own) for _ in range(trainer.world_size)]
-            torch.distributed.all_gather(parts, own)
-            gathered = torch.stack(parts).cpu()
-        if not trainer.is_global_zero:
-            return
-        # ranks that share a data-parallel rank train on the same batches: the first stands for all
-        _, firsts = np.unique(gathered[:, 0, 1].numpy(), return_index=True)
-        rows = gathered[firsts.tolist()].transpose(0, 1).reshape(-1, own.shape[1]).numpy()
-        steps = dict(zip(COLUMNS, rows.T, strict=True))
-        self._totals.add(steps)
-        if self._path is not None:
-            append_steps(self._path, steps)
-        if not self._warned and np.isnan(steps["compute_seconds"]).any():
-            self._warned = True
-            rank_zero_warn(HIDDEN)
-        if trainer.loggers:
-            self._log(trainer, by_step(steps))
+    def _take(self) -> np.ndarray:
+        """The records of whole steps that nobody else has yet, shape `[micro-batches, columns]`."""
+        rows = np.concatenate([*self._held, self._recorder.take(self._rank)])
+        whole = rows[:, 0] <= self._finished
+        self._held = [rows[~whole]]
+        return rows[whole]
 
-    def _log(self, trainer: Trainer, table: dict[str, Any]) -> None:
-        for i, step in enumerate(table["step"]):
-            row = {name: torch.from_numpy(table[name][i : i + 1]) for name in table if name not in ("step", "rank")}
-            idle = self._metrics["idle_compute"](row["compute_seconds"])
-            idle_tokens = self._metrics["idle_tokens"](row["padded_tokens"])
-            values = {
-                "idle_fraction": idle_tokens if idle.isnan() else idle,
-                "padding_fraction": self._metrics["padding"](row["tokens"], row["padded_tokens"]),
-                "useful_fraction": self._metrics["useful"](row["tokens"], row["padded_tokens"]),
-                "data_wait_seconds_max": row["data_seconds"].max(),
-            }
-            for name in ("compute_seconds", "tokens"):
-                spread = self._metrics[name](row[name])
-                values |= {f"{name}_{kind}": value for kind, value in spread.items()}
-            logged = {f"sync/{name}": value.item() for name, value in values.items() if not value.isnan()}
-            for logger in trainer.loggers:
-                logger.log_metrics(logged, step=int(step))
+    def _exchange(self, trainer: Trainer) -> float | None:
+        """Gather the records of all ranks for rank zero's journal; there it returns these steps' idle fraction."""
+        own = self._take()
+        if not len(own):
+            return None
+        rows = self._gather(trainer, torch.from_numpy(own))
+        return None if self.journal is None else self.journal.add(rows.numpy())
+
+    def _flush(self, trainer: Trainer) -> None:
+        """As `_exchange`, but without a collective, for this rank may be alone, in an exception handler."""
+        if not self._training:
+            return
+        own = self._take()
+        last, self._flushes = f"{self._name}-{self._flushes}", self._flushes + 1
+        if self.journal is None or len(own):
+            name = f"{self._name}-{self._flushes}"
+            parts = gather(own, self._rank, self._ranks, name, last=last)
+            if self.journal is not None and all(part is not None for part in parts):
+                count = min(map(len, parts))  # a rank that fails may be a step behind
+                if count:
+                    self.journal.add(np.stack([part[:count] for part in parts]))
+
+    def _gather(self, trainer: Trainer, own: Tensor) -> Tensor:
+        """Stack a tensor of all processes, on the CPU; the shape must be the same everywhere."""
+        if trainer.world_size == 1:
+            return own[None]
+        # strategy.all_gather is the differentiable one, of which torch warns that it will go
+        own = own.to(trainer.strategy.root_device)
+        parts = [torch.empty_like(own) for _ in range(trainer.world_size)]
+        torch.distributed.all_gather(parts, own)
+        return torch.stack(parts).cpu()
+
+    def _hosts(self, trainer: Trainer) -> list[str]:
+        """The host name of each data rank."""
+        if trainer.world_size == 1:
+            return [socket.gethostname()]
+        found: list[Any] = [None] * trainer.world_size
+        torch.distributed.all_gather_object(found, (self._rank, socket.gethostname()))
+        return [host for _, host in sorted(dict(reversed(found)).items())]
 
 
 def _step_number(trainer: Trainer) -> int:
@@ -218,14 +278,3 @@ def _step_number(trainer: Trainer) -> int:
     would count each of several optimizers.
     """
     return trainer.fit_loop.epoch_loop._batches_that_stepped
-
-
-def _keep_steps_before(path: Path, step: int) -> None:
-    """Keep the rows of a `steps.csv` that a run which now starts at `step` does not repeat."""
-    if not path.exists():
-        return
-    if step == 0:
-        path.unlink()
-        return
-    header, *rows = path.read_text().splitlines(keepends=True)
-    path.write_text("".join([header, *(row for row in rows if int(row.split(",", 1)[0]) < step)]))

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from lightning_lengthpool.records import COLUMNS
 
 @dataclass
 class _MicroBatch:
-    """What is known of one micro-batch; the marks are opaque until `elapsed` reads them."""
+    """What is known of one micro-batch; the marks are opaque until `_elapsed` reads them."""
 
     step: int
     lengths: tuple[float, ...]
@@ -23,8 +23,9 @@ class _MicroBatch:
     seconds: float = float("nan")
     started: Any = None
     last_gradient: Any = None
-    backward_returned: Any = None
-    collectives: int | None = None
+    pieces: list[tuple[Any, Any, Any]] = field(default_factory=list)  # compute began, ended; waiting ended
+    collectives: int | None = None  # issued so far and accounted for
+    reducing: bool = False  # reductions are launched, but the backward pass has not returned
     hidden: bool = False
 
 
@@ -32,7 +33,14 @@ class StepRecorder:
     """Accumulate one rank's step records from marks in time. It knows no Trainer.
 
     Calls of one micro-batch, in order: `begin`, `start_compute`, any number of rounds of `start_backward`,
-    `mark_gradient` and `end_backward`, then `end`. Other calls between two micro-batches are ignored.
+    `mark_gradient` (and `after_reduction`, where there is one) and `end_backward`, then `end`. Other calls between
+    two micro-batches are ignored.
+
+    A rank's compute runs from `start_compute` to the last gradient, and goes on where a backward pass has returned, if
+    another one follows. The rest up to the last return is waiting; so is the time in which a reduction is launched
+    before the last gradient, for a communication hook may block there. A collective issued within compute hides how
+    long it waited, so compute is absent then: most calls take the number of `collectives` that this process has
+    issued so far, None if that is not known.
 
     Args:
         clock: Host seconds.
@@ -64,38 +72,41 @@ class StepRecorder:
         self._open = _MicroBatch(step, tuple(map(float, lengths)), data_seconds, began)
 
     def start_compute(self, collectives: int | None = 0) -> None:
-        """Own compute begins; only the first call counts.
-
-        Args:
-            collectives: How many this process has issued so far; None if that is not known.
-        """
+        """Own compute begins; only the first call counts."""
         if self._open is not None and self._open.started is None:
             self._open.started, self._open.collectives = self._mark(), collectives
 
     def start_backward(self, collectives: int | None = 0) -> None:
-        """A backward pass begins. If a collective ran since `start_compute`, compute cannot be told from waiting.
-
-        Args:
-            collectives: As for `start_compute`. Where either is not known, compute is absent too.
-        """
-        if self._open is not None and (collectives is None or collectives != self._open.collectives):
-            self._open.hidden = True
-
-    def mark_gradient(self) -> None:
-        """A local gradient is ready; the last call counts."""
+        """A backward pass begins."""
         if self._open is not None:
+            self._check(self._open, collectives)
+            self._open.hidden |= self._open.reducing  # the return of an earlier one was not seen
+
+    def mark_gradient(self, collectives: int | None = 0) -> None:
+        """A local gradient is ready, and no reduction that it completes is launched yet."""
+        if self._open is not None and self._open.started is not None:
             self._open.last_gradient = self._mark(self._open.last_gradient)
+            self._check(self._open, collectives)
 
-    def end_backward(self) -> None:
-        """A backward pass has returned, reductions included; the last call counts."""
-        if self._open is not None:
-            self._open.backward_returned = self._mark()
+    def after_reduction(self, collectives: int | None = 0) -> None:
+        """The reductions that the last gradient completed, if any, are launched."""
+        if self._open is not None and self._open.last_gradient is not None and collectives != self._open.collectives:
+            self._end_piece(self._open, collectives)
+            self._open.reducing = True
+
+    def end_backward(self, collectives: int | None = 0) -> None:
+        """A backward pass has returned, reductions included."""
+        if self._open is not None and (self._open.last_gradient is not None or self._open.reducing):
+            self._end_piece(self._open, collectives)
+            self._open.reducing = False
 
     def end(self) -> None:
         """Close the micro-batch."""
         if self._open is not None:
             self._last_end = self._clock()
             self._open.seconds = self._last_end - self._open.began
+            # a backward pass whose return was not seen: neither was its waiting
+            self._open.hidden |= self._open.reducing or self._open.last_gradient is not None
             self._done.append(self._open)
             self._open = None
 
@@ -112,11 +123,24 @@ class StepRecorder:
         self._done = []
         return np.array(rows, dtype=np.float64).reshape(-1, len(COLUMNS))
 
+    def _end_piece(self, micro: _MicroBatch, collectives: int | None) -> None:
+        """A piece of compute ended at the last gradient, and waiting ends now."""
+        began, ended = micro.started, micro.last_gradient
+        if ended is None:  # no gradient since the last reduction was launched: it has been waiting on
+            began, ended, _ = micro.pieces.pop()
+        now = self._mark()
+        micro.pieces.append((began, ended, now))
+        micro.started, micro.last_gradient, micro.collectives = now, None, collectives
+
+    def _check(self, micro: _MicroBatch, collectives: int | None) -> None:
+        if collectives is None or collectives != micro.collectives:
+            micro.hidden = True
+
     def _row(self, micro: _MicroBatch, rank: int) -> list[float]:
         compute = wait = float("nan")
-        if not micro.hidden and None not in (micro.started, micro.last_gradient, micro.backward_returned):
-            compute = self._elapsed(micro.started, micro.last_gradient)
-            wait = self._elapsed(micro.last_gradient, micro.backward_returned)
+        if micro.pieces and not micro.hidden:
+            compute = sum(self._elapsed(began, ended) for began, ended, _ in micro.pieces)
+            wait = sum(self._elapsed(ended, waited) for _, ended, waited in micro.pieces)
         lengths = micro.lengths
         sizes = [len(lengths), sum(lengths), max(lengths, default=0.0), cost.padded_tokens(lengths)]
         return [micro.step, rank, *sizes, micro.data_seconds, compute, wait, micro.seconds]

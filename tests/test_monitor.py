@@ -4,10 +4,12 @@ All scenarios on two ranks run in one launch (`fit_all`), each a `fit` of its ow
 """
 
 import csv
+import json
 import math
+import socket
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +17,8 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from ranks import run_ranks
@@ -23,7 +26,8 @@ from torch import Tensor, nn
 
 from lightning_lengthpool import cost
 from lightning_lengthpool.monitor import SyncMonitor
-from lightning_lengthpool.records import by_step, read_steps, summarize
+from lightning_lengthpool.records import by_step, summarize
+from lightning_lengthpool.steps_file import read_steps
 
 DELAY = 0.06
 STEPS = 6
@@ -39,14 +43,14 @@ class Loader:
     """Batches with a record each; ranks differ in length, known from the step."""
 
     def __init__(self, rank: int, batches: int) -> None:
-        self.rank, self.batches = rank, batches
+        self.rank, self.batches, self.first = rank, batches, 0
 
     def __len__(self) -> int:
         return self.batches
 
     def __iter__(self) -> Iterator[Tensor]:
         self.records: list[Record] = []
-        for index in range(self.batches):
+        for index in range(self.first, self.batches):
             started = time.perf_counter()
             batch = torch.ones(2, 4)
             self.records.append(Record(lengths(self.rank, index), started, time.perf_counter() - started))
@@ -119,10 +123,22 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def trainer(root: Path, monitor: SyncMonitor, **kwargs: Any) -> Trainer:
-    settings = {"max_epochs": 1, "logger": False, "log_every_n_steps": 1} | kwargs
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    return Trainer(accelerator="cpu", default_root_dir=root, callbacks=[monitor], **settings, **quiet)
+class Written(Callback):
+    """Notes how many rows `steps.csv` has at the start of each batch."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        path = Path(trainer.default_root_dir) / "sync" / "steps.csv"
+        self.rows.append(len(read_steps(path)["step"]) if path.exists() else 0)
+
+
+def trainer(root: Path, monitor: SyncMonitor, callbacks: Sequence[Callback] = (), **kwargs: Any) -> Trainer:
+    settings = {"max_epochs": 1, "logger": False, "log_every_n_steps": 1, "enable_progress_bar": False} | kwargs
+    saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    quiet = {"enable_model_summary": False, "enable_checkpointing": saves}
+    return Trainer(accelerator="cpu", default_root_dir=root, callbacks=[monitor, *callbacks], **settings, **quiet)
 
 
 # name -> (module, trainer settings)
@@ -132,24 +148,29 @@ SCENARIOS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "buffers": ({"slow": "forward", "norm": True}, {}),
     "hidden": ({"slow": "forward", "sync_dist": True}, {}),
     "accumulated": ({"slow": "forward"}, {"accumulate_grad_batches": 2}),
-    "manual": ({"manual": True}, {}),
+    "checkpointed": ({}, {"callbacks": [ModelCheckpoint(every_n_train_steps=3, save_top_k=-1)]}),
     "tensor_parallel": ({}, {"strategy": ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)}),
 }
 
 
-def fit_all(root: Path) -> dict[str, list[str]]:
-    """Run every scenario on this rank; returns the warnings about hidden compute that each gave here."""
+def fit_all(root: Path) -> dict[str, list[Any]]:
+    """Run every scenario on this rank; returns the warnings about hidden compute that each gave here.
+
+    "rows" are the rows in the file at the start of each batch of the scenario "checkpointed".
+    """
+    written = Written()
     warned = {}
     for name, (module, settings) in SCENARIOS.items():
         monitor = SyncMonitor(every_n_steps=4)
         logger = CSVLogger(root / name, name="", version="")
-        runner = trainer(root / name, monitor, devices=2, logger=logger, **{"strategy": "ddp"} | settings)
+        callbacks = [*settings.pop("callbacks", ()), *([written] if name == "checkpointed" else ())]
+        runner = trainer(root / name, monitor, callbacks, devices=2, logger=logger, **{"strategy": "ddp"} | settings)
         loader = Loader(runner.global_rank, STEPS)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             runner.fit(Model(**module), loader, torch.utils.data.DataLoader(torch.ones(4, 4), 2))
         warned[name] = [str(w.message) for w in caught if "compute seconds" in str(w.message)]
-    return warned
+    return warned | {"rows": written.rows}
 
 
 @pytest.fixture(scope="module")
@@ -185,8 +206,8 @@ def test_the_slow_rank_is_named(two_ranks, name):
     assert two_ranks[1][0][name] == []
 
 
-@pytest.mark.parametrize("name", ["hidden", "manual"])
-def test_compute_is_absent_where_a_collective_hides_it_with_one_warning(two_ranks, name):
+def test_compute_is_absent_where_a_collective_hides_it_with_one_warning(two_ranks):
+    name = "hidden"
     steps = records(two_ranks, name)
     assert np.isnan(steps["compute_seconds"]).all() and np.isnan(steps["wait_seconds"]).all()
     assert not np.isnan(steps["step_seconds"]).any()
@@ -196,6 +217,13 @@ def test_compute_is_absent_where_a_collective_hides_it_with_one_warning(two_rank
     for step, values in logged(two_ranks[0] / name).items():
         assert not any("compute" in key for key in values)
         assert values["idle_fraction"] == pytest.approx(cost.idle_fraction(by_step(steps)["padded_tokens"][[step]]))
+
+
+def test_a_checkpoint_finds_all_steps_before_it_in_the_file(two_ranks):
+    # exchanged after 4 steps, checkpoints after 3 and 6
+    assert two_ranks[1][0]["rows"] == [0, 0, 0, 2 * 3, 2 * 4, 2 * 4]
+    steps = records(two_ranks, "checkpointed")
+    assert steps["step"].tolist() == np.repeat(range(STEPS), 2).tolist() and steps["rank"].tolist() == [0, 1] * STEPS
 
 
 def test_tensor_parallel_ranks_are_one_data_rank_and_compute_is_absent(two_ranks):
@@ -277,7 +305,7 @@ def test_the_table_and_the_file_tell_the_same(tmp_path):
     monitor = SyncMonitor(every_n_steps=2)
     fit(tmp_path, monitor, batches=5)
     from_file = summarize(read_steps(tmp_path / "sync" / "steps.csv"))
-    live = monitor._totals.summary()
+    live = monitor.journal.totals.summary()
     (live_rank,), (file_rank,) = live.pop("ranks"), from_file.pop("ranks")
     assert live == pytest.approx(from_file, abs=1e-4, rel=1e-2)
     assert live_rank == pytest.approx(file_rank, abs=1e-4)
@@ -328,6 +356,75 @@ def test_a_resumed_fit_replaces_the_steps_that_it_repeats(tmp_path):
     assert read_steps(path)["step"].tolist() == [0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_run_that_died_goes_on_from_its_checkpoint_without_a_gap(tmp_path, accumulate):
+    """The checkpoint after step 2 lies between two exchanges, and the run dies in the midst of a step after it."""
+
+    class Dying(Model):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            if batch_idx == 5 * accumulate - 1:
+                raise KeyboardInterrupt
+            return super().training_step(batch, batch_idx)
+
+    def go(module: Model, **kwargs: Any) -> None:
+        saving = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)
+        runner = trainer(tmp_path, SyncMonitor(4), [saving], devices=1, accumulate_grad_batches=accumulate)
+        runner.fit(module, Loader(0, 7 * accumulate), **kwargs)
+
+    path = tmp_path / "sync" / "steps.csv"
+    with pytest.raises(SystemExit):
+        go(Dying())
+    assert read_steps(path)["step"].tolist() == np.repeat(range(4), accumulate).tolist()
+    with path.open("a") as file:
+        file.write("4,0,2,1")  # a line that was cut off
+    rest = Loader(0, 7 * accumulate)
+    rest.first = 3 * accumulate
+    saving = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)
+    runner = trainer(tmp_path, SyncMonitor(4), [saving], devices=1, accumulate_grad_batches=accumulate)
+    runner.fit(Model(), rest, ckpt_path=next(tmp_path.glob("*step=3.ckpt")))
+    steps = read_steps(path)
+    assert steps["step"].tolist() == np.repeat(range(7), accumulate).tolist()
+    assert steps["tokens"].tolist() == [11.0 + index for index in range(7 * accumulate)]
+
+
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+def test_the_progress_bar_shows_idle(tmp_path, bar, capfd):
+    callback = bar(refresh_rate=1)
+    runner = trainer(tmp_path, SyncMonitor(every_n_steps=2), [callback], devices=1, enable_progress_bar=True)
+    runner.fit(Model(), Loader(0, 5))
+    assert callback.get_metrics(runner, runner.lightning_module)["idle %"] == 0
+    out, err = capfd.readouterr()
+    assert "idle %" in out + err
+
+
+def test_what_lies_beside_the_file(tmp_path):
+    fit(tmp_path, SyncMonitor(), batches=4)
+    about = json.loads((tmp_path / "sync" / "run.json").read_text())
+    assert about == {"hosts": [socket.gethostname()], "settings": {}}
+    rows = list(csv.DictReader((tmp_path / "sync" / "lengths.csv").open()))
+    assert sorted(float(row["tokens"]) for row in rows) == [1, 2, 3, 4, 10, 10, 10, 10]
+    assert {row["rank"] for row in rows} == {"0"}
+
+
+def test_the_file_can_be_capped(tmp_path):
+    fit(tmp_path, SyncMonitor(every_n_steps=2, max_rows=3), batches=5)
+    assert read_steps(tmp_path / "sync" / "steps.csv")["step"].tolist() == [0, 1, 2]
+
+
+def test_the_figures_go_to_the_loggers(tmp_path, monkeypatch):
+    given: list[tuple[list[Any], list[str], int]] = []
+
+    def log_figures(loggers: Sequence[Any], drawn: dict[str, Any], step: int) -> None:
+        given.append((list(loggers), list(drawn), step))
+
+    monkeypatch.setattr("lightning_lengthpool.figure_loggers.log_figures", log_figures)
+    logger = CSVLogger(tmp_path, name="", version="")
+    fit(tmp_path, SyncMonitor(log_figures=True), batches=4, logger=logger)
+    ((loggers, names, step),) = given
+    assert loggers == [logger] and step == 3
+    assert names == [f"sync/{name}" for name in ("compute", "lengths", "causes", "distribution", "correlation")]
+
+
 def test_fast_dev_run_writes_no_file(tmp_path, capsys):
     trainer(tmp_path, SyncMonitor(), devices=1, fast_dev_run=True).fit(Model(), Loader(0, 3))
     assert not list(tmp_path.rglob("steps.csv"))
@@ -357,9 +454,18 @@ def test_without_lengths_the_error_says_what_to_do(tmp_path):
         trainer(tmp_path, SyncMonitor(), devices=1).fit(Model(), loader)
 
 
-def test_every_n_steps_is_checked():
-    with pytest.raises(ValueError, match="every_n_steps must be at least 1, got 0"):
-        SyncMonitor(every_n_steps=0)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"every_n_steps": 0}, "every_n_steps must be at least 1, got 0"),
+        ({"alert_windows": 0}, "alert_windows must be at least 1, got 0"),
+        ({"alert_idle": 30}, "alert_idle is a fraction above 0 and at most 1, got 30"),
+        ({"max_rows": 0}, "max_rows must be at least 1, or None"),
+    ],
+)
+def test_settings_are_checked(settings, message):
+    with pytest.raises(ValueError, match=message):
+        SyncMonitor(**settings)
 
 
 def test_records_are_dropped_once_exchanged(tmp_path):
@@ -373,7 +479,7 @@ def test_records_are_dropped_once_exchanged(tmp_path):
     monitor = Counting(every_n_steps=2)
     fit(tmp_path, monitor, batches=9)
     assert monitor.most == 1 and len(read_steps(tmp_path / "sync" / "steps.csv")["step"]) == 9
-    assert math.isfinite(monitor._totals.summary()["idle_fraction_compute"])
+    assert math.isfinite(monitor.journal.totals.summary()["idle_fraction_compute"])
 
 
 def test_run_ranks_names_the_rank_that_hangs_or_fails(tmp_path):

@@ -1,8 +1,11 @@
 """The accumulator under a fake clock."""
 
-import numpy as np
+from typing import Any
 
-from lightning_lengthpool.recorder import StepRecorder
+import numpy as np
+import pytest
+
+from lightning_lengthpool.recorder import CudaStepRecorder, StepRecorder
 
 
 class FakeClock:
@@ -10,6 +13,19 @@ class FakeClock:
 
     def __call__(self) -> float:
         return self.now
+
+
+def play(*calls: tuple[Any, ...]) -> tuple[float, float]:
+    """Open a micro-batch, make the calls (time, method, collectives), close it; its compute and wait seconds."""
+    clock = FakeClock()
+    recorder = StepRecorder(clock)
+    recorder.begin(0, [1])
+    for at, method, *collectives in calls:
+        clock.now = at
+        getattr(recorder, method)(*collectives)
+    recorder.end()
+    compute, wait = recorder.take(0)[0, 7:9]
+    return float(compute), float(wait)
 
 
 def run_micro_batch(recorder: StepRecorder, clock: FakeClock, step: int = 0, collectives: int = 4) -> None:
@@ -21,9 +37,9 @@ def run_micro_batch(recorder: StepRecorder, clock: FakeClock, step: int = 0, col
         (3, lambda: recorder.start_compute(4)),
         (4, lambda: recorder.start_compute(9)),  # a second forward of the same micro-batch does not count
         (5, lambda: recorder.start_backward(collectives)),
-        (6, recorder.mark_gradient),
-        (7, recorder.mark_gradient),
-        (11, recorder.end_backward),
+        (6, lambda: recorder.mark_gradient(collectives)),
+        (7, lambda: recorder.mark_gradient(collectives)),
+        (11, lambda: recorder.end_backward(collectives + 1)),
         (12, recorder.end),
     ]:
         clock.now = origin + at
@@ -38,13 +54,65 @@ def test_recorder_gives_exact_seconds_and_drops_what_it_gave():
     assert recorder.take(rank=3).shape == (0, 10)
 
 
-def test_recorder_leaves_compute_out_where_a_collective_ran_inside():
+STEP = [  # two gradients; the first one completes a reduction, whose launch takes 2 s; the second one completes another
+    (1, "start_compute", 4),
+    (2, "start_backward", 4),
+    (4, "mark_gradient", 4),
+    (6, "after_reduction", 5),
+    (9, "mark_gradient", 5),
+    (10, "after_reduction", 6),
+    (20, "end_backward", 6),
+]
+
+
+def test_reductions_are_waiting_wherever_they_are_launched():
+    assert play(*STEP) == (3 + 3, 2 + 11)
+
+
+def test_gradients_after_which_no_reduction_is_launched_are_one_piece():
+    calls = [(at, method, 4) for at, method, _ in STEP]  # as within `no_sync`
+    assert play(*calls) == (8, 11)
+
+
+def test_several_backward_passes_are_summed():
+    second = [(at + 20, method, n + 2) for at, method, n in STEP[1:]]
+    assert play(*STEP, *second) == (6 + (4 + 3), 13 + 13)
+
+
+def test_a_backward_pass_without_gradients_of_parameters_is_compute_if_another_one_follows():
+    adversarial = [(1.5, "start_backward", 4), (1.7, "end_backward", 4)]  # the gradient of the input, say
+    assert play(STEP[0], *adversarial, *STEP[1:]) == (6, 13)
+    assert play(*STEP, (21, "start_backward", 6), (22, "end_backward", 6)) == (6, 13)
+
+
+@pytest.mark.parametrize("place", [1, 2, 4])  # in the hook on a gradient, 3 and 5, it is a reduction
+def test_a_collective_of_the_users_hides_compute_wherever_it_is(place):
+    late = [(at, method, n + 1) for at, method, n in STEP[place:]]
+    assert np.isnan(play(*STEP[:place], *late)).all()
+
+
+def test_a_collective_between_two_backward_passes_hides_compute():
+    second = [(at + 20, method, n + 3) for at, method, n in STEP[1:]]
+    assert np.isnan(play(*STEP, *second)).all()
+
+
+@pytest.mark.parametrize("unseen", [STEP[-1:], STEP[-2:]])
+def test_a_backward_pass_whose_return_is_not_seen_hides_compute(unseen):
+    seen = STEP[: -len(unseen)]  # `loss.backward()` by hand
+    assert np.isnan(play(*seen)).all()
+    assert np.isnan(play(*seen, *[(at + 20, method, n + 2) for at, method, n in STEP[1:]])).all()
+
+
+def test_an_unknown_number_of_collectives_hides_compute():
+    assert np.isnan(play(*[(at, method, None) for at, method, _ in STEP])).all()
+
+
+def test_only_compute_and_wait_are_left_out():
     clock = FakeClock()
-    for collectives in (5, None):
-        recorder = StepRecorder(clock)
-        run_micro_batch(recorder, clock, collectives=collectives)
-        (row,) = recorder.take(0)
-        assert np.isnan(row[7:9]).all() and not np.isnan(np.delete(row, [7, 8])).any()
+    recorder = StepRecorder(clock)
+    run_micro_batch(recorder, clock, collectives=5)
+    (row,) = recorder.take(0)
+    assert np.isnan(row[7:9]).all() and not np.isnan(np.delete(row, [7, 8])).any()
 
 
 def test_recorder_begins_a_prefetched_batch_after_the_previous_one():
@@ -61,11 +129,39 @@ def test_recorder_begins_a_prefetched_batch_after_the_previous_one():
 def test_recorder_ignores_calls_between_micro_batches():
     clock = FakeClock()
     recorder = StepRecorder(clock)
-    for call in (recorder.start_compute, recorder.start_backward, recorder.mark_gradient, recorder.end_backward):
-        call()
+    for method in {method for _, method, _ in STEP}:
+        getattr(recorder, method)()
     recorder.end()
     assert len(recorder.take(0)) == 0
     recorder.begin(0, [])  # an empty batch, without a backward pass
     recorder.end()
     (row,) = recorder.take(0)
     assert row[2:6].tolist() == [0, 0, 0, 0] and np.isnan(row[7:9]).all()
+
+
+def test_cuda_recorder_reads_its_events_only_when_the_records_are_taken(monkeypatch):
+    clock, read = FakeClock(), []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = clock()
+
+        def synchronize(self) -> None:
+            read.append(self)
+
+        def elapsed_time(self, end: "Event") -> float:
+            return (end.at - self.at) * 1000
+
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    recorder = CudaStepRecorder(clock)
+    recorder.begin(0, [1])
+    for offset in (0, 20):
+        for at, method, collectives in STEP:
+            clock.now = offset + at
+            getattr(recorder, method)(collectives + offset // 10)
+    recorder.end()
+    assert not read
+    assert recorder.take(0)[0, 7:9].tolist() == [6 + (4 + 3), 13 + 13]

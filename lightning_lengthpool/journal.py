@@ -1,0 +1,194 @@
+"""Rank zero's account of a run: from all ranks' step records to the loggers, the files, the table and the alert."""
+
+import csv
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities import rank_zero_warn
+from numpy.typing import NDArray
+
+from lightning_lengthpool import cost, report
+from lightning_lengthpool.causes import CauseTracker, Window
+from lightning_lengthpool.findings import findings
+from lightning_lengthpool.records import COLUMNS, RunTotals, by_step
+from lightning_lengthpool.steps_file import StepsFile
+
+Array = NDArray[np.float64]
+
+HIDDEN = (
+    "SyncMonitor: the compute seconds of some steps are left out (empty cells in steps.csv), so their idle fraction "
+    "comes from padded tokens. The likely cause is communication before the last gradient, when a rank's own work "
+    "cannot be told from waiting: self.log(..., sync_dist=True) in training_step (use sync_dist=False there), "
+    "SyncBatchNorm, an all_reduce or all_gather in the forward pass, in the backward pass, in a hook, or between two "
+    "backward passes (DDP itself has one there in the first step). Or else a step without a backward pass, or with "
+    "loss.backward() in place of self.manual_backward(loss)."
+)
+
+
+class Journal:
+    """Keep the account of one `fit`, in bounded memory.
+
+    Args:
+        folder: Where `steps.csv`, `run.json` and `lengths.csv` go; None to write nothing.
+        loggers: Loggers to write to.
+        hosts: Host name of each data rank.
+        settings: What is known of the data module: `policy`, `pool_size`, `batch_size`, `num_workers`.
+        max_rows: Cap of `steps.csv`, see `StepsFile`.
+        alert_idle: Idle fraction that is worth a warning; None for no warning.
+        alert_windows: Number of windows in a row with that idle fraction before the warning comes.
+        measured: Whether compute seconds are expected; if so a warning says once that some are absent.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        *,
+        loggers: Sequence[Logger],
+        hosts: Sequence[str],
+        settings: Mapping[str, Any],
+        max_rows: int | None,
+        alert_idle: float | None,
+        alert_windows: int,
+        measured: bool,
+    ) -> None:
+        self.totals = RunTotals()
+        self.causes = CauseTracker()
+        self._loggers, self._hosts, self._settings = loggers, hosts, settings
+        self._alert_idle, self._alert_windows = alert_idle, alert_windows
+        self._idle_windows: list[Window] = []
+        self._warn_hidden = measured
+        self._lengths: list[Array] | None = None
+        self._folder = folder
+        self._file = None if folder is None else StepsFile(folder / "steps.csv", max_rows)
+
+    def start(self, step: int) -> None:
+        """Begin the files.
+
+        Args:
+            step: Number of the first step; rows of it and later ones that are in the file are replaced.
+        """
+        if self._folder is not None and self._file is not None:
+            self._file.start(step)
+            about = {"hosts": list(self._hosts), "settings": dict(self._settings)}
+            (self._folder / "run.json").write_text(json.dumps(about) + "\n")
+
+    def add(self, rows: Array) -> float:
+        """Take in the records of some steps.
+
+        Args:
+            rows: Shape `[ranks, micro-batches, columns]`, the columns as in `COLUMNS`.
+
+        Returns:
+            The idle fraction of these steps.
+        """
+        # two ranks with one data rank (tensor parallelism) train on the same batches: the first stands for both
+        _, firsts = np.unique(rows[:, 0, COLUMNS.index("rank")], return_index=True)
+        flat = rows[firsts].transpose(1, 0, 2).reshape(-1, rows.shape[2])
+        steps = dict(zip(COLUMNS, flat.T, strict=True))
+        self.totals.add(steps)
+        windows = self.causes.add(steps)
+        if self._file is not None:
+            self._file.append(steps)
+        if self._warn_hidden and np.isnan(steps["compute_seconds"]).any():
+            self._warn_hidden = False
+            rank_zero_warn(HIDDEN)
+        self._alert(windows)
+        return self._log(by_step(steps), windows)
+
+    def close(self, lengths: Sequence[Array]) -> None:
+        """End the account.
+
+        Args:
+            lengths: Of each data rank a sample of its samples' lengths in tokens; `lengths.csv` keeps them.
+        """
+        windows = self.causes.finish()
+        self._alert(windows)
+        self._log_windows(windows)
+        self._lengths = list(lengths)
+        if self._folder is not None and any(map(len, lengths)):
+            with (self._folder / "lengths.csv").open("w", newline="") as file:
+                writer = csv.writer(file, lineterminator=os.linesep)
+                writer.writerow(("rank", "tokens"))
+                writer.writerows((rank, f"{n:.15g}") for rank, own in enumerate(lengths) for n in own)
+
+    def findings(self) -> list[str]:
+        """Why the ranks waited and what to do, in plain words."""
+        return findings(self.causes.summary(), hosts=self._hosts, lengths=self._lengths, settings=self._settings)
+
+    def print(self) -> None:
+        """Print the table of the run and the findings."""
+        if self.totals.steps:
+            report.print_table(report.steps_table(self.totals.summary()))
+            for sentence in self.findings():
+                print(f"- {sentence}")
+
+    def log_figures(self) -> None:
+        """Give the figures of the report to the loggers that take figures; they are drawn from `steps.csv`."""
+        if self._file is None or self.totals.steps < 2:
+            return
+        from lightning_lengthpool import figure_loggers, page, runs  # Matplotlib takes its time to load
+
+        run = runs.load_run(self._file.path)
+        drawn = {f"sync/{drawing.name}": drawing.figure for drawing in page.draw(run)}
+        figure_loggers.log_figures(self._loggers, drawn, step=int(run.table["step"][-1]))
+
+    def _log(self, table: dict[str, Array], windows: Sequence[Window]) -> float:
+        """Log each step under its own number; returns the idle fraction of all of them."""
+        complete = np.isfinite(table["compute_seconds"]).all(axis=1)
+        for i, step in enumerate(table["step"]):
+            row = {name: table[name][i : i + 1] for name in table if name not in ("step", "rank")}
+            values = {
+                "idle_fraction": cost.idle_fraction(row["compute_seconds" if complete[i] else "padded_tokens"]),
+                "padding_fraction": cost.padding_fraction(row["tokens"], row["padded_tokens"]),
+                "useful_fraction": cost.useful_fraction(row["tokens"], row["padded_tokens"]),
+                "data_wait_seconds_max": row["data_seconds"].max(),
+            }
+            for name in ("compute_seconds", "tokens"):
+                own = row[name]
+                values |= {f"{name}_mean": own.mean(), f"{name}_min": own.min(), f"{name}_max": own.max()}
+                values[f"{name}_variance"] = own.var()
+            self._write(values, int(step))
+        self._log_windows(windows)
+        by = "compute_seconds" if complete.any() else "padded_tokens"
+        return cost.idle_fraction(table[by][complete] if complete.any() else table[by])
+
+    def _log_windows(self, windows: Sequence[Window]) -> None:
+        for window in windows:
+            shares = {
+                "lengths": window.lengths,
+                "slow_rank": window.slow_rank,
+                "data": window.data,
+                "rest": window.rest,
+            }
+            self._write({f"idle_by_{cause}": share for cause, share in shares.items()}, window.last_step)
+
+    def _write(self, values: Mapping[str, float], step: int) -> None:
+        logged = {f"sync/{name}": float(value) for name, value in values.items() if not np.isnan(value)}
+        for logger in self._loggers:
+            logger.log_metrics(logged, step=step)
+
+    def _alert(self, windows: Sequence[Window]) -> None:
+        """Warn once, when the ranks have waited too long for some windows in a row."""
+        for window in windows:
+            if self._alert_idle is None:
+                return
+            self._idle_windows = [*self._idle_windows, window] if window.idle >= self._alert_idle else []
+            if len(self._idle_windows) == self._alert_windows:
+                parts = ("idle", "lengths", "slow_rank", "data", "rest")
+                means = {part: float(np.mean([getattr(idle, part) for idle in self._idle_windows])) for part in parts}
+                last = {name: getattr(window, name) for name in ("by", "uneven", "data_ranks")}
+                found = findings(
+                    replace(self.causes.summary(), **means, **last), hosts=self._hosts, settings=self._settings
+                )
+                rank_zero_warn(
+                    f"SyncMonitor: the ranks waited {means['idle']:.0%} of the time in steps "
+                    f"{self._idle_windows[0].first_step} to {window.last_step} (alert_idle is {self._alert_idle:g}): "
+                    + "; ".join(found)
+                )
+                self._alert_idle = None
