@@ -17,6 +17,7 @@ from lightning_lengthpool.simulate import simulate
 Array = NDArray[np.float64]
 
 NAMED_FROM = 0.05  # a smaller part of the time is no cause worth a sentence
+BOTTLENECK_FROM = 0.1  # a smaller wait for data is named, but not called so
 REST_FROM = 0.1  # the same of what has no cause: some of it is always there
 POOL_SIZES = (100, 300, 1000, 3000)
 WORTH = 0.02  # a setting that gains less than this is not worth a change
@@ -94,10 +95,11 @@ def compact_ranges(numbers: Iterable[int]) -> str:
 
 def _data_sentence(summary: Summary, settings: Mapping[str, Any]) -> str:
     workers = f" (num_workers is {settings['num_workers']})" if "num_workers" in settings else ""
-    return (
-        f"data loading is the bottleneck on {_ranks(summary.data_ranks)} ({_percent(summary.data)} idle): use more "
-        f"workers{workers}, or a cheaper encoder"
-    )
+    ranks, idle = _ranks(summary.data_ranks), _percent(summary.data)
+    start = f"data loading is the bottleneck on {ranks} ({idle} idle)"
+    if summary.data < BOTTLENECK_FROM:
+        start = f"waiting for data costs {idle} idle on {ranks}"
+    return f"{start}: use more workers{workers}, or a cheaper encoder"
 
 
 def _uneven_sentences(summary: Summary, hosts: Sequence[str] | None) -> list[str]:

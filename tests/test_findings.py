@@ -138,6 +138,7 @@ def test_data():
         "encoder"
     ]
     assert findings(starved)[0].endswith("(23 % idle): use more workers, or a cheaper encoder")
+    assert findings(summary(8, data=0.06, data_ranks=[2]))[0].startswith("waiting for data costs 6 % idle on rank 2: ")
 
 
 def test_the_largest_cause_comes_first():
