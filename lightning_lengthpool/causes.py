@@ -26,6 +26,7 @@ MEMORY = 20  # windows: an older one counts 1 / e of a new one
 MIN_MICRO_BATCHES = 20  # of a rank, before anything is said of it
 UNEVEN_FACTOR = 1.1
 STANDARD_ERRORS = 4.0
+ELSEWHERE_FRACTION = 0.05  # of the time, by which a rank that is busy elsewhere is told from the others
 DATA_FRACTION = 0.05  # from this share of the time on, ranks that wait for data are named
 
 
@@ -67,15 +68,21 @@ class Summary:
     Attributes:
         steps: Steps analysed.
         micro_batches: Micro-batches of a step, on average.
+        samples: Samples of a micro-batch, on average.
         ranks: The ranks, ascending.
         uneven: The ranks that stood out in more than half of the windows, of all or of the last (about `MEMORY`), with
             their mean factor over these.
+        idle_micro_batches: What `idle` without data would be if the ranks met after every micro-batch.
+        elsewhere: Share of the wall-clock time beyond the slowest rank's data and compute and the gradient exchange:
+            the optimizer, callbacks, transfers; NaN where it is not known.
+        elsewhere_ranks: The ranks that spend longer there than the others, by 5 % of the time or more.
         fits: Each rank's fit, of about the last `MEMORY` windows; empty if nothing was measured.
         reference: The fit of the typical rank.
     """
 
     steps: int
     micro_batches: float
+    samples: float
     ranks: list[int]
     idle: float
     lengths: float
@@ -85,6 +92,9 @@ class Summary:
     by: str
     uneven: dict[int, float]
     data_ranks: list[int]
+    idle_micro_batches: float
+    elsewhere: float
+    elsewhere_ranks: list[int]
     fits: dict[int, Fit]
     reference: Fit | None
 
@@ -96,6 +106,7 @@ class _Model:
     theta: Array  # of each rank, [ranks, 3]
     of_window: Array  # the same from this window alone
     reference: Array  # of the typical rank, [3]
+    pace: float  # its time in this window, as a multiple of that
     k: float
     factor: Array
     stands_out: NDArray[np.bool_]
@@ -127,7 +138,9 @@ class CauseTracker:
         self._buffered = 0  # steps
         self._ranks: Array | None = None
         self._model: _Model | None = None
-        self._steps = self._micro_batches = 0
+        self._steps = self._micro_batches = self._samples = 0
+        self._by_micro_batch = np.zeros(2)  # total and waiting, in seconds
+        self._wall = np.zeros(2)  # wall-clock seconds, and those that pass elsewhere
         # [total, idle, lengths, slow_rank, data], in seconds or in padded tokens
         self._sums = {"seconds": np.zeros(5), "tokens": np.zeros(5)}
 
@@ -140,8 +153,10 @@ class CauseTracker:
             ranks = np.unique(chunk["rank"])
             self._ranks, count = ranks, len(ranks)
             self._gram, self._weight, self._phi = np.zeros((count, 4, 4)), np.zeros(count), np.zeros(3)
-            # windows, windows in which a rank stood out, its factor there: each over all windows, and the last ones
-            self._stood_out, self._data, self._last = np.zeros((6, count)), np.zeros(count), np.zeros(count)
+            # the windows in which a rank was slow and those in which it was fast, and the sum of its factors
+            # there: each over all windows, and over the last ones; shape [sides, 2, 2, ranks]
+            self._stood_out, self._windows = np.zeros((2, 2, 2, count)), np.zeros(2)
+            self._data, self._last, self._outside = np.zeros(count), np.zeros(count), np.zeros(count)
             later = chunk["step"] != chunk["step"][0]
             chunk = {name: column[later] for name, column in chunk.items()}
         self._chunks.append(chunk)
@@ -159,17 +174,22 @@ class CauseTracker:
         ranks = [] if self._ranks is None else [int(rank) for rank in self._ranks]
         uneven: dict[int, float] = {}
         if self._ranks is not None:
-            windows, stood_out, factors = self._stood_out.reshape(3, 2, -1)  # each over all windows, and the last ones
-            for i in range(len(ranks)):
-                for kind in np.flatnonzero(2 * stood_out[:, i] > windows[:, i])[:1]:
-                    uneven[ranks[i]] = float(factors[kind, i] / stood_out[kind, i])
+            for stood_out, factors in self._stood_out:
+                for kind in (1, 0):
+                    for i in np.flatnonzero(2 * stood_out[kind] > self._windows[kind]):
+                        uneven[ranks[i]] = float(factors[kind, i] / stood_out[kind, i])
+            uneven = dict(sorted(uneven.items()))
         return Summary(
             steps=self._steps,
             micro_batches=self._micro_batches / self._steps if self._steps else math.nan,
+            samples=self._samples / self._micro_batches / len(ranks) if self._micro_batches else math.nan,
             ranks=ranks,
             by=by,
             uneven=uneven,
             data_ranks=_data_ranks(ranks, self._data, parts["data"]) if ranks else [],
+            idle_micro_batches=_ratio(*self._by_micro_batch[::-1]),
+            elsewhere=_ratio(*self._wall[::-1]),
+            elsewhere_ranks=self._elsewhere_ranks(ranks),
             fits={} if model is None else {r: _fit(t, model.k) for r, t in zip(ranks, model.theta, strict=True)},
             reference=None if model is None else _fit(model.reference, model.k),
             **parts,
@@ -200,6 +220,7 @@ class CauseTracker:
         features = np.stack([np.ones_like(padded), padded, padded * longest], axis=2)  # [micro-batches, ranks, 3]
         self._steps += len(table["step"])
         self._micro_batches += len(padded)
+        self._samples += int(rows["samples"].sum())
         uneven: dict[int, float] = {}
         if np.isfinite(compute).any():
             self._model = self._learn(features, compute)
@@ -218,6 +239,10 @@ class CauseTracker:
             sums = _split(compute, data, seconds, summed, self._model)
             own_data = data.sum(axis=0)
             self._data += own_data
+            self._look_elsewhere(compute + data, seconds, table["wait_seconds"][complete])
+            micro = rows["compute_seconds"].reshape(-1, count)
+            micro = micro[np.isfinite(micro).all(axis=1)]
+            self._by_micro_batch += [micro.max(axis=1).sum(), _waiting(micro)]
         else:
             by, tokens = "tokens", table["padded_tokens"]
             waiting = _waiting(tokens)
@@ -233,6 +258,21 @@ class CauseTracker:
             data_ranks=_data_ranks([int(rank) for rank in self._ranks], own_data, parts["data"]),
             **parts,
         )
+
+    def _look_elsewhere(self, busy: Array, seconds: Array, wait: Array) -> None:
+        """Add the wall-clock time that is neither compute nor data nor gradient exchange; all `[steps, ranks]`."""
+        known = np.isfinite(seconds).all(axis=1) & np.isfinite(wait).all(axis=1)
+        busy, seconds, wait = busy[known], seconds[known], wait[known]
+        # the exchange itself takes what even the last rank waits for it
+        beyond = seconds.max(axis=1) - busy.max(axis=1) - wait.min(axis=1)
+        self._wall += [seconds.max(axis=1).sum(), np.maximum(beyond, 0.0).sum()]
+        self._outside += np.maximum(seconds - busy - wait, 0.0).sum(axis=0)
+
+    def _elsewhere_ranks(self, ranks: list[int]) -> list[int]:
+        if not self._wall[0] > 0:
+            return []
+        longer = self._outside - self._outside.min() > ELSEWHERE_FRACTION * self._wall[0]
+        return [ranks[i] for i in np.flatnonzero(longer)]
 
     def _learn(self, features: Array, seconds: Array) -> _Model:
         """Fit the window, add its moments to the running ones, and say what these show now.
@@ -256,6 +296,8 @@ class CauseTracker:
             typical = np.abs(factor - 1) <= UNEVEN_FACTOR - 1
             reference = least_squares(self._gram[typical].sum(axis=0), np.float64(k))[0]
             lately = np.einsum("rf,rf->r", own_features, of_window) / (own_features @ reference)
+            pace = float(lower_median(np.where(weight > 0, lately, np.nan)))
+            lately /= pace  # all ranks may have changed together
             steady = _uneven(factor, noise, self._weight)
             now = _uneven(lately, window_noise, weight)
             confirmed = np.where(factor > 1, lately > 1.05, lately < 1 / 1.05)
@@ -263,10 +305,11 @@ class CauseTracker:
         stands_out = (steady != 0) & confirmed | (now != 0) & (now == self._last)
         self._last = now
         factor = np.where(steady != 0, factor, lately)
-        of_all = np.stack([np.ones_like(factor), stands_out, np.where(stands_out, factor, 0.0)])
-        self._stood_out *= np.array([[1.0], [keep]] * 3)
-        self._stood_out += of_all.repeat(2, axis=0)
-        return _Model(theta, of_window, reference, k, factor, stands_out)
+        self._windows = self._windows * [1.0, keep] + 1.0
+        for side, found in enumerate((stands_out & (factor > 1), stands_out & (factor < 1))):
+            found = np.stack([found, np.where(found, factor, 0.0)])[:, None]
+            self._stood_out[side] = self._stood_out[side] * np.array([[1.0], [keep]]) + found
+        return _Model(theta, of_window, reference, pace, k, factor, stands_out)
 
 
 def _uneven(factor: Array, noise: Array, weight: Array) -> Array:
@@ -305,10 +348,11 @@ def _split(compute: Array, data: Array, step: Array, features: Array, model: _Mo
     beyond = np.where(np.isnan(step), np.inf, step).max(axis=1) - slowest
     data_part = float(np.minimum((compute + data).max(axis=1) - slowest, np.maximum(beyond, 0.0)).sum())
     waiting = _waiting(compute)
-    lengths = _waiting(features @ model.reference)
+    typical = model.pace * model.reference
+    lengths = _waiting(features @ typical)
     slow_rank = 0.0
     if model.stands_out.any():
-        own = np.where(model.stands_out[:, None], model.of_window, model.reference)
+        own = np.where(model.stands_out[:, None], model.of_window, typical)
         slow_rank = max(_waiting(np.einsum("srf,rf->sr", features, own)) - lengths, 0.0)
     scale = min(1.0, waiting / max(lengths + slow_rank, TINY))
     total = float(slowest.sum()) + data_part
@@ -320,6 +364,10 @@ def _waiting(values: Array) -> float:
     values = np.maximum(values, 0.0)  # a fit may be negative below the lengths that it has seen
     total = float(values.max(axis=1).sum())
     return max(cost.idle_fraction(values), 0.0) * total if total > 0 else 0.0  # rounding can make it -1e-17
+
+
+def _ratio(part: float, total: float) -> float:
+    return float(part / total) if total > 0 else math.nan
 
 
 def _fractions(sums: Array) -> dict[str, float]:

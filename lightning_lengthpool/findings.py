@@ -18,6 +18,7 @@ Array = NDArray[np.float64]
 
 NAMED_FROM = 0.05  # a smaller part of the time is no cause worth a sentence
 BOTTLENECK_FROM = 0.1  # a smaller wait for data is named, but not called so
+ELSEWHERE_FROM = 0.25  # an optimizer alone may take a good part of a small model's step
 REST_FROM = 0.1  # the same of what has no cause: some of it is always there
 POOL_SIZES = (100, 300, 1000, 3000)
 WORTH = 0.02  # a setting that gains less than this is not worth a change
@@ -40,12 +41,14 @@ def findings(
         lengths: For each rank the lengths of samples that it has seen, in tokens; without them no pool size can be
             recommended by its predicted effect.
         settings: The data module's `policy`, `pool_size`, `batch_size` and `num_workers`; empty for another one, which
-            is taken to have no pool, and a batch size of 1.
+            is taken to have no pool, and batches of as many samples as there were on average.
 
     Returns:
         Plain sentences without a full stop.
     """
-    settings = settings or {}
+    settings = {"batch_size": None} | dict(settings or {})
+    if settings["batch_size"] is None:
+        settings["batch_size"] = max(1, round(np.nan_to_num(summary.samples, nan=1.0)))
     if math.isnan(summary.idle):
         return ["no step was measured"]
     found: list[tuple[float, str]] = []
@@ -68,7 +71,26 @@ def findings(
             (
                 summary.rest,
                 f"compute that varies from step to step for equal cost causes {_percent(summary.rest)} idle: look for "
-                "too few CPU cores, garbage collection, other processes or throttling",
+                "too few CPU cores, garbage collection, other processes or throttling, or for a cost that lengths do "
+                "not tell (pictures, packed samples)",
+            )
+        )
+    if summary.idle_micro_batches - (summary.idle - summary.data) >= NAMED_FROM:
+        found.append(
+            (
+                summary.idle_micro_batches,
+                f"micro-batches differ by {_percent(summary.idle_micro_batches)} idle and steps by "
+                f"{_percent(summary.idle - summary.data)}: where the ranks meet before each micro-batch, as Lightning "
+                "makes them, accumulation does not even this out",
+            )
+        )
+    if summary.elsewhere >= ELSEWHERE_FROM:
+        longest = f", longest on {_ranks(summary.elsewhere_ranks)}" if summary.elsewhere_ranks else ""
+        found.append(
+            (
+                summary.elsewhere,
+                f"{_percent(summary.elsewhere)} of the time is spent outside data, compute and exchange{longest}: "
+                "look at callbacks, logging, transfers to the device and the optimizer",
             )
         )
     if not found:
@@ -155,7 +177,7 @@ def _lengths_sentence(summary: Summary, lengths: Sequence[Array] | None, setting
 
 def _distribution(summary: Summary, lengths: Sequence[Array], settings: Mapping[str, Any]) -> tuple[float, str] | None:
     """What it costs that the ranks' lengths are distributed differently, if they are."""
-    batch_size, rng = settings.get("batch_size") or 1, np.random.default_rng(0)
+    batch_size, rng = settings["batch_size"], np.random.default_rng(0)
     # each sample once: samples drawn again and again would make chance differences look certain
     batches = min(len(own) for own in lengths) // batch_size
     if not batches:
@@ -176,7 +198,7 @@ def _predict(
     summary: Summary, lengths: Sequence[Array], settings: Mapping[str, Any], policy: str, pool_size: int
 ) -> float:
     """The idle fraction that lengths alone would cause."""
-    batch_size = settings.get("batch_size") or 1
+    batch_size = settings["batch_size"]
     micro_batches = max(1, round(summary.micro_batches))
     # one largest pool or more; of few ranks more, for they leave more to chance
     samples = max(max(POOL_SIZES), min(12_000, 200_000 // len(lengths)))

@@ -1,9 +1,10 @@
 """Rank zero's account of a run: from all ranks' step records to the loggers, the files, the table and the alert."""
 
+import contextlib
 import csv
 import json
-import os
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ class Journal:
         self._idle_windows: list[Window] = []
         self._warn_hidden = measured
         self._lengths: list[Array] | None = None
+        self._last_step = -math.inf
         self._folder = folder
         self._file = None if folder is None else StepsFile(folder / "steps.csv", max_rows)
 
@@ -74,19 +76,34 @@ class Journal:
             step: Number of the first step; rows of it and later ones that are in the file are replaced.
         """
         if self._folder is not None and self._file is not None:
-            self._file.start(step)
             about = {"hosts": list(self._hosts), "settings": dict(self._settings)}
-            (self._folder / "run.json").write_text(json.dumps(about) + "\n")
+            with self._writing():
+                self._file.start(step, ranks=len(self._hosts))
+                (self._folder / "run.json").write_text(json.dumps(about) + "\n")
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A file that cannot be written must not end the training: one warning, and the run goes on without files."""
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            self._folder = self._file = None
+            rank_zero_warn(f"SyncMonitor goes on without its files: {error}")
 
     def add(self, rows: Array) -> float:
         """Take in the records of some steps.
 
         Args:
-            rows: Shape `[ranks, micro-batches, columns]`, the columns as in `COLUMNS`.
+            rows: Shape `[ranks, micro-batches, columns]`, the columns as in `COLUMNS`. Steps that were added before are
+                passed over.
 
         Returns:
-            The idle fraction of these steps.
+            The idle fraction of these steps, NaN if none is new.
         """
+        rows = rows[:, rows[0, :, 0] > self._last_step]
+        if not rows.shape[1]:
+            return math.nan
+        self._last_step = rows[0, -1, 0]
         # two ranks with one data rank (tensor parallelism) train on the same batches: the first stands for both
         _, firsts = np.unique(rows[:, 0, COLUMNS.index("rank")], return_index=True)
         flat = rows[firsts].transpose(1, 0, 2).reshape(-1, rows.shape[2])
@@ -94,7 +111,8 @@ class Journal:
         self.totals.add(steps)
         windows = self.causes.add(steps)
         if self._file is not None:
-            self._file.append(steps)
+            with self._writing():
+                self._file.append(steps)
         if self._warn_hidden and np.isnan(steps["compute_seconds"]).any():
             self._warn_hidden = False
             rank_zero_warn(HIDDEN)
@@ -112,8 +130,8 @@ class Journal:
         self._log_windows(windows)
         self._lengths = list(lengths)
         if self._folder is not None and any(map(len, lengths)):
-            with (self._folder / "lengths.csv").open("w", newline="") as file:
-                writer = csv.writer(file, lineterminator=os.linesep)
+            with self._writing(), (self._folder / "lengths.csv").open("w", newline="") as file:
+                writer = csv.writer(file, lineterminator="\n")
                 writer.writerow(("rank", "tokens"))
                 writer.writerows((rank, f"{n:.15g}") for rank, own in enumerate(lengths) for n in own)
 
@@ -134,8 +152,12 @@ class Journal:
             return
         from lightning_lengthpool import figure_loggers, page, runs  # Matplotlib takes its time to load
 
-        run = runs.load_run(self._file.path)
-        drawn = {f"sync/{drawing.name}": drawing.figure for drawing in page.draw(run)}
+        try:
+            run = runs.load_run(self._file.path)
+            drawn = {f"sync/{drawing.name}": drawing.figure for drawing in page.draw(run)}
+        except ValueError as error:  # a file that was capped to a step or two, say
+            rank_zero_warn(f"SyncMonitor draws no figures: {error}")
+            return
         figure_loggers.log_figures(self._loggers, drawn, step=int(run.table["step"][-1]))
 
     def _log(self, table: dict[str, Array], windows: Sequence[Window]) -> float:

@@ -7,6 +7,7 @@ backward pass returns is waiting.
 """
 
 import itertools
+import math
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,8 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_lengthpool.checkpoint import gather
 from lightning_lengthpool.compute_hooks import ComputeHooks
+from lightning_lengthpool.fetch_timer import FetchTimer
 from lightning_lengthpool.journal import Journal
 from lightning_lengthpool.recorder import CudaStepRecorder, StepRecorder
+from lightning_lengthpool.records import COLUMNS
 from lightning_lengthpool.reservoir import Reservoir
 
 SAMPLED_LENGTHS = 1000  # of each rank: enough for the advice at the end
@@ -113,9 +116,10 @@ class SyncMonitor(Callback):
         self.alert_idle, self.alert_windows = alert_idle, alert_windows
         self._recorder = StepRecorder()
         self._hooks: ComputeHooks | None = None
+        self._fetches: FetchTimer | None = None
         self.journal: Journal | None = None
         self._folder: Path | None = None
-        self._training = False
+        self._training = self._is_ddp = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # asking for log_dir is a collective, so every rank must ask
@@ -131,17 +135,18 @@ class SyncMonitor(Callback):
         self._lengths = Reservoir(SAMPLED_LENGTHS)
         self._steps = 0
         self._finished = -1  # the last step whose micro-batches are all there
-        self._held: list[np.ndarray] = []
+        self._rows = np.empty((0, len(COLUMNS)))
         self._name = f"steps-{next(self._fits)}"
         self._flushes = 0
         # under tensor parallelism the global rank is not the data-parallel one; the sampler's is
         sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
         self._rank, self._ranks = int(sampler.get("rank", 0)), int(sampler.get("num_replicas", 1))
-        is_ddp = isinstance(trainer.strategy.model, DistributedDataParallel)
+        self._is_ddp = is_ddp = isinstance(trainer.strategy.model, DistributedDataParallel)
         measured = is_ddp or isinstance(trainer.strategy, SingleDeviceStrategy)
         if not measured:
             rank_zero_warn(UNSUPPORTED.format(strategy=type(trainer.strategy).__name__))
         self._remove_hooks()
+        self._fetches = FetchTimer(trainer)
         if measured:
             self._hooks = ComputeHooks(pl_module, self._recorder, is_ddp)
         hosts = self._hosts(trainer)
@@ -160,9 +165,15 @@ class SyncMonitor(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         pop_record = getattr(trainer.train_dataloader, "pop_record", None)  # a fit may have several loaders
         record = pop_record() if pop_record else None
-        lengths = self.length_fn(batch) if self.length_fn else record.lengths
+        lengths = list(map(float, self.length_fn(batch) if self.length_fn else record.lengths))
+        if not all(0 <= length < math.inf for length in lengths):
+            source = "length_fn" if self.length_fn else "the train loader"
+            raise ValueError(
+                f"{source} gave {lengths} for batch {batch_idx}, expected the length in tokens of each of its samples: "
+                "finite numbers, none of them negative."
+            )
         self._lengths.add(lengths)
-        timing = (record.fetch_started, record.data_seconds) if record else ()
+        timing = (record.fetch_started, record.data_seconds) if record else self._fetches.last() or ()
         step = _step_number(trainer)
         if not self._training:  # not earlier, for only now a resumed loop has counted the step that its checkpoint ends
             self._training = True
@@ -183,7 +194,7 @@ class SyncMonitor(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._recorder.end()
+        self._recorder.end(needs_reduction=self._is_ddp and not pl_module.automatic_optimization)
         if trainer.fit_loop._should_accumulate():
             return
         self._finished = _step_number(trainer)
@@ -193,7 +204,14 @@ class SyncMonitor(Callback):
             if idle is not None:
                 self.log("idle %", 100 * idle, prog_bar=True, logger=False, batch_size=1, rank_zero_only=True)
 
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._recorder.interrupt()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._recorder.interrupt()
+
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._recorder.interrupt()
         self._flush(trainer)  # a run that resumes from here goes on without a gap
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -222,31 +240,35 @@ class SyncMonitor(Callback):
         if self._hooks is not None:
             self._hooks.remove()
             self._hooks = None
+        if self._fetches is not None:
+            self._fetches.remove()
+            self._fetches = None
 
-    def _take(self) -> np.ndarray:
-        """The records of whole steps that nobody else has yet, shape `[micro-batches, columns]`."""
-        rows = np.concatenate([*self._held, self._recorder.take(self._rank)])
-        whole = rows[:, 0] <= self._finished
-        self._held = [rows[~whole]]
-        return rows[whole]
+    def _collect(self) -> np.ndarray:
+        """The records of whole steps since the last exchange, shape `[micro-batches, columns]`; they are kept."""
+        self._rows = np.concatenate([self._rows, self._recorder.take(self._rank)])
+        return self._rows[self._rows[:, 0] <= self._finished]
 
     def _exchange(self, trainer: Trainer) -> float | None:
         """Gather the records of all ranks for rank zero's journal; there it returns these steps' idle fraction."""
-        own = self._take()
+        own = self._collect()
         if not len(own):
             return None
+        self._rows = self._rows[len(own) :]
         rows = self._gather(trainer, torch.from_numpy(own))
         return None if self.journal is None else self.journal.add(rows.numpy())
 
     def _flush(self, trainer: Trainer) -> None:
-        """As `_exchange`, but without a collective, for this rank may be alone, in an exception handler."""
+        """Let the journal have the records before the next exchange, which still brings all of them.
+
+        Without a collective, for this rank may be alone here, in an exception handler or by a call of the user's.
+        """
         if not self._training:
             return
-        own = self._take()
+        own = self._collect()
         last, self._flushes = f"{self._name}-{self._flushes}", self._flushes + 1
         if self.journal is None or len(own):
-            name = f"{self._name}-{self._flushes}"
-            parts = gather(own, self._rank, self._ranks, name, last=last)
+            parts = gather(own, self._rank, self._ranks, f"{self._name}-{self._flushes}", last=last)
             if self.journal is not None and all(part is not None for part in parts):
                 count = min(map(len, parts))  # a rank that fails may be a step behind
                 if count:

@@ -25,6 +25,7 @@ class _MicroBatch:
     last_gradient: Any = None
     pieces: list[tuple[Any, Any, Any]] = field(default_factory=list)  # compute began, ended; waiting ended
     collectives: int | None = None  # issued so far and accounted for
+    reduced: bool = False  # reductions were launched
     reducing: bool = False  # reductions are launched, but the backward pass has not returned
     hidden: bool = False
 
@@ -51,6 +52,8 @@ class StepRecorder:
         self._open: _MicroBatch | None = None
         self._done: list[_MicroBatch] = []
         self._last_end = float("-inf")
+        self._partial = False  # whether the last one was a part of a step that goes on
+        self._in_a_row = False  # whether the next micro-batch begins where the last one ended
 
     def begin(
         self,
@@ -64,11 +67,13 @@ class StepRecorder:
         Args:
             step: Number of the optimizer step that it belongs to.
             lengths: Its samples' lengths in tokens.
-            fetch_started: When fetching it began, on the clock. It may have been fetched ahead, so the
-                micro-batch begins at the end of the previous one at the earliest. Default: it begins now.
+            fetch_started: When fetching it began, on the clock. Default: now.
             data_seconds: Seconds spent waiting for it.
+
+        A micro-batch begins where the previous one ended; after an `interrupt` when fetching it began.
         """
         began = self._clock() if fetch_started is None else max(fetch_started, self._last_end)
+        began = self._last_end if self._in_a_row else began
         self._open = _MicroBatch(step, tuple(map(float, lengths)), data_seconds, began)
 
     def start_compute(self, collectives: int | None = 0) -> None:
@@ -92,21 +97,34 @@ class StepRecorder:
         """The reductions that the last gradient completed, if any, are launched."""
         if self._open is not None and self._open.last_gradient is not None and collectives != self._open.collectives:
             self._end_piece(self._open, collectives)
-            self._open.reducing = True
+            self._open.reducing = self._open.reduced = True
 
     def end_backward(self, collectives: int | None = 0) -> None:
         """A backward pass has returned, reductions included."""
         if self._open is not None and (self._open.last_gradient is not None or self._open.reducing):
+            self._open.reduced |= collectives != self._open.collectives
             self._end_piece(self._open, collectives)
             self._open.reducing = False
 
-    def end(self) -> None:
-        """Close the micro-batch."""
+    def interrupt(self) -> None:
+        """Something else comes between the last micro-batch and the next: a validation, a checkpoint, a new epoch."""
+        self._in_a_row = False
+
+    def end(self, *, needs_reduction: bool = False) -> None:
+        """Close the micro-batch.
+
+        Args:
+            needs_reduction: Whether it is only a part of a step if it launched no reduction. Compute is then absent, in
+                the rest of the step as well: who accumulates by hand does not say what belongs together.
+        """
         if self._open is not None:
-            self._last_end = self._clock()
+            self._last_end, self._in_a_row = self._clock(), True
             self._open.seconds = self._last_end - self._open.began
             # a backward pass whose return was not seen: neither was its waiting
             self._open.hidden |= self._open.reducing or self._open.last_gradient is not None
+            if needs_reduction and self._open.pieces:
+                self._open.hidden |= self._partial or not self._open.reduced
+                self._partial = not self._open.reduced
             self._done.append(self._open)
             self._open = None
 

@@ -92,7 +92,12 @@ def load_run(path: str | Path) -> Run:
     lengths = _read_lengths(file.with_name("lengths.csv"), table["rank"])
     if lengths is None and steps["samples"].max() <= 1:  # then every sample has a row of its own
         lengths = [*steps["longest"].reshape(-1, width).T]
-    said = findings(tracker.summary(), hosts=about.get("hosts"), lengths=lengths, settings=about.get("settings", {}))
+    hosts = about.get("hosts")
+    hosts = hosts if hosts is not None and len(hosts) == width else None
+    try:
+        said = findings(tracker.summary(), hosts=hosts, lengths=lengths, settings=about.get("settings", {}))
+    except ValueError as error:
+        raise ValueError(f"{file.parent}: {error}") from None
     return Run(file, _name(file), table, costs, starts, summarize(steps), windows, said, thinned(steps))
 
 
@@ -107,7 +112,10 @@ def _read_about(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text())
+        about = json.loads(path.read_text())
+        if not isinstance(about, dict):
+            raise ValueError("expected an object")
+        return about
     except ValueError as error:
         raise ValueError(f"{path} cannot be read ({error}); move it away, it only names hosts and settings") from None
 
@@ -117,6 +125,9 @@ def _read_lengths(path: Path, ranks: Array) -> list[Array] | None:
     if not path.is_file():
         return None
     lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]  # not a part of one
-    rows = np.array([(float(row["rank"]), float(row["tokens"])) for row in csv.DictReader(lines)]).reshape(-1, 2)
+    try:
+        rows = np.array([(float(row["rank"]), float(row["tokens"])) for row in csv.DictReader(lines)]).reshape(-1, 2)
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{path} cannot be read, expected the columns rank,tokens and numbers; move it away") from None
     lengths = [rows[rows[:, 0] == rank, 1] for rank in ranks]
     return lengths if all(len(own) for own in lengths) else None

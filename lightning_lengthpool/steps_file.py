@@ -46,19 +46,23 @@ class StepsFile:
         self._rows: int | None = None  # of the file; None before start
         self._every = 1  # one block in so many is kept: a power of two
 
-    def start(self, step: int) -> None:
+    def start(self, step: int, ranks: int | None = None) -> None:
         """Begin the file, or continue that of a run which is resumed.
 
         Args:
             step: The first step that will be appended. At 0 the file is begun anew. Else the rows of earlier
                 steps are kept, but for a last line that was cut off and a last micro-batch that lacks ranks;
                 how far the file is thinned is found again from the blocks it has (see `thinned`).
+            ranks: Number of ranks of the records to come. A file with another number of them is moved aside, as
+                `steps.before-STEP.csv`, for one file cannot hold both. Default: not looked at.
 
         Raises:
             ValueError: If `step` is not 0 and the file is not one of step records, or a line in it is corrupt.
                 The file is left as it was.
         """
         blocks: set[int] = set()
+        if step > 0 and ranks is not None and self.path.exists() and _ranks(self.path) not in (0, ranks):
+            self.path.replace(self.path.with_name(f"{self.path.stem}.before-{step}.csv"))
 
         def kept() -> Iterator[str]:
             for number, line in _whole_rows(self.path):
@@ -235,6 +239,17 @@ def _whole_rows(path: Path) -> Iterator[tuple[int, str]]:
         ranks.append(rank)
     if not _lacks_ranks(ranks, previous):
         yield from batch
+
+
+def _ranks(path: Path) -> int:
+    """The number of ranks of a file's first micro-batch."""
+    found: list[int] = []
+    for _, line in _whole_rows(path):
+        rank = _step_and_rank(line)[1]
+        if found and rank <= found[-1]:
+            break
+        found.append(rank)
+    return len(found)
 
 
 def _step_and_rank(line: str) -> tuple[int, int]:

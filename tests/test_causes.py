@@ -415,3 +415,49 @@ def test_neighbour_correlation_is_that_of_pearson():
     assert correlation[0] > 0.5
     assert np.isnan(neighbour_correlation(np.ones(9))).all()
     assert np.isnan(neighbour_correlation([1.0, 2.0, 4.0, 3.0], 4)).tolist() == [False, False, True, True]
+
+
+@pytest.mark.parametrize("pace", ["throttled", "drift", "warm-up", "alternating"])
+def test_what_all_ranks_do_together_names_nobody(pace):
+    rng = np.random.default_rng(21)
+    lengths = heavy_tailed(rng, 1501, 4)
+    step = np.arange(1501)[:, None]
+    factor = {
+        "throttled": np.where(step > 500, 1.4, 1.0),
+        "drift": 1 + 0.6 * step / 1500,
+        "warm-up": np.maximum(3 - step / 200, 1),
+        "alternating": np.where(step // 100 % 2, 1.3, 1.0),
+    }[pace]
+    windows, summary = track(records(lengths, noisy(rng, (0.02 + 1e-4 * lengths) * factor)))
+    assert summary.uneven == {} and not any(window.uneven for window in windows)
+    assert named(summary) == {"lengths"}
+
+
+def test_a_rank_that_is_slow_now_has_the_factor_of_its_slow_windows():
+    rng = np.random.default_rng(22)
+    lengths = heavy_tailed(rng, 4001, 4)
+    clean = 0.02 + 1e-4 * lengths
+    for turn in range(16):
+        clean[1 + 250 * turn : 251 + 250 * turn, turn % 4] *= 1.5
+    _, summary = track(records(lengths, noisy(rng, clean)))
+    assert all(factor == pytest.approx(1.5, rel=0.1) for factor in summary.uneven.values())
+
+
+def test_time_outside_compute_and_data_and_the_rank_that_spends_it():
+    rng = np.random.default_rng(23)
+    lengths = heavy_tailed(rng, 201, 4)
+    compute = np.full(lengths.shape, 0.06)
+    steps = records(lengths, compute, 0.01, step_seconds=np.full((201, 1, 4), 0.10))
+    steps["wait_seconds"] = np.tile([0.025, 0.005, 0.025, 0.025], 201)
+    _, summary = track(steps)
+    assert summary.elsewhere == pytest.approx((0.10 - 0.07 - 0.005) / 0.10)
+    assert summary.elsewhere_ranks == [1]
+    assert math.isnan(track(records(lengths, compute))[1].elsewhere)  # the waiting is not known
+
+
+def test_what_idle_would_be_by_micro_batch():
+    compute = np.full((101, 2, 2), 0.01)
+    compute[:, 0, 0] = compute[:, 1, 1] = 0.05
+    _, summary = track(records(np.full(compute.shape, 100.0), compute))
+    assert summary.idle == pytest.approx(0) and summary.idle_micro_batches == pytest.approx(0.4)
+    assert summary.samples == 1

@@ -23,6 +23,10 @@ def summary(ranks=4, **changes):
     values = {
         "steps": 1000,
         "micro_batches": 1.0,
+        "samples": 1.0,
+        "idle_micro_batches": 0.0,
+        "elsewhere": 0.0,
+        "elsewhere_ranks": [],
         "ranks": list(range(ranks)),
         "idle": sum(value for value in parts.values() if not math.isnan(value)),
         "by": "seconds",
@@ -162,3 +166,20 @@ def test_ranks_whose_lengths_differ():
 def test_compact_ranges():
     assert compact_ranges([7, 0, 1, 2, 3, 9, 10]) == "0-3, 7, 9, 10"
     assert compact_ranges([]) == ""
+
+
+def test_batches_are_as_large_as_they_were_where_the_data_module_does_not_say():
+    lengths = [np.random.default_rng(rank).lognormal(6, 1, 3000) for rank in range(4)]
+    known = findings(summary(lengths=0.4), lengths=lengths, settings={"batch_size": 8})
+    assert findings(summary(lengths=0.4, samples=8.0), lengths=lengths) == known
+    assert findings(summary(lengths=0.4, samples=1.0), lengths=lengths) != known
+
+
+def test_time_spent_elsewhere_is_not_passed_over():
+    (sentence,) = findings(summary(elsewhere=0.4, elsewhere_ranks=[1]))
+    assert sentence.startswith("40 % of the time is spent outside data, compute and exchange, longest on rank 1")
+
+
+def test_accumulation_that_does_not_even_out():
+    (sentence,) = findings(summary(rest=0.01, idle_micro_batches=0.4))
+    assert "micro-batches differ by 40 % idle and steps by 1 %" in sentence

@@ -24,7 +24,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from lightning_lengthpool import cost
+from lightning_lengthpool import checkpoint, cost
 from lightning_lengthpool.monitor import SyncMonitor
 from lightning_lengthpool.records import by_step, summarize
 from lightning_lengthpool.steps_file import read_steps
@@ -123,6 +123,15 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
+class Alone(Callback):
+    """Rank zero makes a checkpoint that the others know nothing of."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 2 and trainer.is_global_zero:
+            checkpoint.GATHER_SECONDS = 0.2
+            trainer._checkpoint_connector.dump_checkpoint(False)
+
+
 class Written(Callback):
     """Notes how many rows `steps.csv` has at the start of each batch."""
 
@@ -149,6 +158,7 @@ SCENARIOS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "hidden": ({"slow": "forward", "sync_dist": True}, {}),
     "accumulated": ({"slow": "forward"}, {"accumulate_grad_batches": 2}),
     "checkpointed": ({}, {"callbacks": [ModelCheckpoint(every_n_train_steps=3, save_top_k=-1)]}),
+    "alone": ({}, {"callbacks": [Alone()]}),
     "tensor_parallel": ({}, {"strategy": ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)}),
 }
 
@@ -223,6 +233,11 @@ def test_a_checkpoint_finds_all_steps_before_it_in_the_file(two_ranks):
     # exchanged after 4 steps, checkpoints after 3 and 6
     assert two_ranks[1][0]["rows"] == [0, 0, 0, 2 * 3, 2 * 4, 2 * 4]
     steps = records(two_ranks, "checkpointed")
+    assert steps["step"].tolist() == np.repeat(range(STEPS), 2).tolist() and steps["rank"].tolist() == [0, 1] * STEPS
+
+
+def test_a_checkpoint_that_one_rank_makes_alone_costs_no_record(two_ranks):
+    steps = records(two_ranks, "alone")
     assert steps["step"].tolist() == np.repeat(range(STEPS), 2).tolist() and steps["rank"].tolist() == [0, 1] * STEPS
 
 
@@ -431,15 +446,64 @@ def test_fast_dev_run_writes_no_file(tmp_path, capsys):
     assert "compute: 1 of 1 steps" in capsys.readouterr().out
 
 
-def test_a_foreign_loader_with_length_fn(tmp_path):
-    loader = torch.utils.data.DataLoader(torch.ones(6, 4), batch_size=2)
-    logger = CSVLogger(tmp_path, name="", version="")
-    monitor = SyncMonitor(length_fn=lambda batch: [len(sample) for sample in batch])
-    trainer(tmp_path, monitor, devices=1, logger=logger).fit(Model(), loader)
+class SlowData(torch.utils.data.Dataset):
+    """Sample i takes i hundredths of a second."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tensor:
+        time.sleep(index / 100)
+        return torch.ones(4)
+
+
+class SlowStream(SlowData, torch.utils.data.IterableDataset):
+    __len__ = None  # Lightning then fetches one batch ahead
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[index] for index in range(4))
+
+
+@pytest.mark.parametrize("data", [SlowData, SlowStream])
+def test_a_foreign_loader_with_length_fn(tmp_path, data):
+    loader = torch.utils.data.DataLoader(data(), batch_size=1)
+    monitor = SyncMonitor(length_fn=lambda batch: map(len, batch))
+    trainer(tmp_path, monitor, devices=1).fit(Model(), loader)
     steps = read_steps(tmp_path / "sync" / "steps.csv")
-    assert steps["padded_tokens"].tolist() == [8, 8, 8]
-    assert np.isnan(steps["data_seconds"]).all() and (steps["step_seconds"] > 0).all()
-    assert all("data_wait_seconds_max" not in values for values in logged(tmp_path).values())
+    assert steps["padded_tokens"].tolist() == [4, 4, 4, 4]
+    expected = np.arange(4) / 100
+    seen = (
+        slice(0, 4) if data is SlowData else slice(1, 3)
+    )  # the first was fetched before training, the end is a fetch too
+    assert np.all((steps["data_seconds"] >= expected)[seen]) and np.all((steps["data_seconds"] < expected + 0.01)[seen])
+    assert (steps["step_seconds"][1:] >= expected[1:]).all() if data is SlowData else True
+
+
+def test_a_step_lasts_from_the_end_of_the_one_before(tmp_path):
+    class Slow(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            time.sleep(0.02)
+
+    runner = trainer(tmp_path, SyncMonitor(), [Slow()], devices=1)
+    runner.fit(Model(), Loader(0, 4))
+    assert (read_steps(tmp_path / "sync" / "steps.csv")["step_seconds"][1:] >= 0.02).all()
+
+
+def test_a_file_that_cannot_be_written_does_not_end_the_training(tmp_path, monkeypatch):
+    def full(self: Any, steps: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("lightning_lengthpool.steps_file.StepsFile.append", full)
+    with pytest.warns(UserWarning, match="goes on without its files.*No space left") as caught:
+        runner = fit(tmp_path, SyncMonitor(every_n_steps=1), batches=4)
+    assert runner.global_step == 4
+    assert sum("without its files" in str(warning.message) for warning in caught) == 1
+
+
+@pytest.mark.parametrize("bad", [float("nan"), -1.0, float("inf")])
+def test_a_length_that_is_none_is_named_at_once(tmp_path, bad):
+    with pytest.raises(ValueError, match=r"length_fn gave \[.*\] for batch 0, expected the length"):
+        fit(tmp_path, SyncMonitor(length_fn=lambda batch: [bad]))
 
 
 def test_length_fn_comes_before_the_loaders_lengths(tmp_path):

@@ -49,7 +49,7 @@ class Loader:
     def __init__(self, fault: str, rank: int) -> None:
         self.delay = 0.025 if fault == "loader" and rank == SLOW else 0.0
         rng = np.random.default_rng(rank if fault == "lengths" else 0)
-        self.lengths = rng.lognormal(5, 0.6, STEPS).round()
+        self.lengths = rng.lognormal(5, 0.9, STEPS).round()
 
     def __len__(self) -> int:
         return STEPS
@@ -102,7 +102,7 @@ def fit_all(root: Path) -> dict[str, tuple[dict[str, Any], list[str], list[str]]
     """Run all scenarios; rank zero returns of each the summary of the causes, the findings and the alerts."""
     found = {}
     for fault in SCENARIOS:
-        monitor = SyncMonitor(every_n_steps=20, alert_idle=0.12, alert_windows=1)
+        monitor = SyncMonitor(every_n_steps=20, alert_idle=0.1, alert_windows=1)
         quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
         runner = Trainer(
             accelerator="cpu",
@@ -140,7 +140,7 @@ def test_the_planted_cause_is_named_and_no_other(planted, fault):
     (sentence,) = sentences
     assert words in sentence
     assert len(alerts) == (1 if cause else 0)
-    assert all(words in alert and "in steps 1 to 50 (alert_idle is 0.12)" in alert for alert in alerts)
+    assert all(words in alert and "in steps 1 to 50 (alert_idle is 0.1)" in alert for alert in alerts)
 
 
 @pytest.mark.parametrize("fault", [fault for fault, (cause, _) in SCENARIOS.items() if cause])

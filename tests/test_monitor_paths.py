@@ -4,6 +4,7 @@ All scenarios run in one launch of two ranks (`fit_all`), each a `fit` of its ow
 rank 0 waits for it somewhere: none of that may count as rank 0's compute.
 """
 
+import contextlib
 import copy
 import time
 import warnings
@@ -164,6 +165,22 @@ class ByHand(Plain):
         self(batch).backward()
 
 
+class AccumulatesByHand(Plain):
+    """Two micro-batches a step, which Lightning takes for two steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        strategy = self.trainer.strategy
+        with strategy.block_backward_sync() if batch_idx % 2 == 0 else contextlib.nullcontext():
+            self.manual_backward(self(batch))
+        if batch_idx % 2:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
 class Closures(Plain):
     """The optimizer calls for several forward and backward passes in one step."""
 
@@ -289,6 +306,7 @@ HIDDEN: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "in_before_backward": (InBeforeBackward, {}),
     "point_to_point": (PointToPoint, {}),
     "by_hand": (ByHand, {}),
+    "accumulates_by_hand": (AccumulatesByHand, {}),
     "sharded": (Sharded, {"strategy": ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)}),
 }
 OTHERS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_lengthpool.recorder import CudaStepRecorder, StepRecorder
+from lightning_lengthpool.records import COLUMNS
 
 
 class FakeClock:
@@ -115,15 +116,35 @@ def test_only_compute_and_wait_are_left_out():
     assert np.isnan(row[7:9]).all() and not np.isnan(np.delete(row, [7, 8])).any()
 
 
-def test_recorder_begins_a_prefetched_batch_after_the_previous_one():
+def test_a_micro_batch_begins_where_the_last_one_ended_unless_something_came_between():
     clock = FakeClock()
     recorder = StepRecorder(clock)
-    run_micro_batch(recorder, clock)  # ends at 12
-    clock.now = 13
-    recorder.begin(1, [2], fetch_started=5.0, data_seconds=1.0)
-    clock.now = 15
-    recorder.end()
-    assert recorder.take(0)[1, -1] == 3
+    seconds = []
+    for fetched, interrupted in ((14.0, False), (5.0, True), (13.5, True)):
+        run_micro_batch(recorder, clock)
+        ended = clock.now
+        if interrupted:
+            recorder.interrupt()
+        clock.now = ended + 2
+        recorder.begin(1, [2], fetch_started=ended + fetched - 12, data_seconds=1.0)
+        clock.now = ended + 3
+        recorder.end()
+        seconds.append(recorder.take(0)[1, -1])
+    assert seconds == [3, 3, 1.5]
+
+
+def test_compute_is_absent_where_a_step_needs_a_reduction_and_launched_none():
+    clock = FakeClock()
+    recorder = StepRecorder(clock)
+    for reduced in (True, False, False, True, True):
+        recorder.begin(0, [1])
+        recorder.start_compute(0)
+        recorder.start_backward(0)
+        recorder.mark_gradient(0)
+        recorder.after_reduction(1 if reduced else 0)
+        recorder.end_backward(1 if reduced else 0)
+        recorder.end(needs_reduction=True)
+    assert np.isnan(recorder.take(0)[:, COLUMNS.index("compute_seconds")]).tolist() == [False, True, True, True, False]
 
 
 def test_recorder_ignores_calls_between_micro_batches():

@@ -270,3 +270,13 @@ def test_thinning_and_resuming_stream_the_file(tmp_path):
     finally:
         tracemalloc.stop()
     assert len(kept_steps(file.path)) == 15_001
+
+
+def test_a_file_of_another_number_of_ranks_is_moved_aside(steps_csv):
+    before = steps_csv.read_bytes()
+    file = StepsFile(steps_csv)
+    file.start(7, ranks=2)
+    assert steps_csv.read_bytes() == before
+    file.start(7, ranks=3)
+    assert steps_csv.with_name("steps.before-7.csv").read_bytes() == before
+    assert read_steps(steps_csv)["step"].tolist() == []
