@@ -72,7 +72,9 @@ class Summary:
         ranks: The ranks, ascending.
         uneven: The ranks that stood out in more than half of the windows, of all or of the last (about `MEMORY`), with
             their mean factor over these.
-        idle_micro_batches: What `idle` without data would be if the ranks met after every micro-batch.
+        padding: Share of the tokens that is padding.
+        idle_compute: The idle fraction of compute alone, data left aside.
+        idle_micro_batches: What that would be if the ranks met after every micro-batch.
         elsewhere: Share of the wall-clock time beyond the slowest rank's data and compute and the gradient exchange:
             the optimizer, callbacks, transfers; NaN where it is not known.
         elsewhere_ranks: The ranks that spend longer there than the others, by 5 % of the time or more.
@@ -92,6 +94,8 @@ class Summary:
     by: str
     uneven: dict[int, float]
     data_ranks: list[int]
+    padding: float
+    idle_compute: float
     idle_micro_batches: float
     elsewhere: float
     elsewhere_ranks: list[int]
@@ -139,7 +143,8 @@ class CauseTracker:
         self._ranks: Array | None = None
         self._model: _Model | None = None
         self._steps = self._micro_batches = self._samples = 0
-        self._by_micro_batch = np.zeros(2)  # total and waiting, in seconds
+        self._compute, self._by_micro_batch = np.zeros(2), np.zeros(2)  # waiting and total, in seconds
+        self._tokens = np.zeros(2)  # real and padded
         self._wall = np.zeros(2)  # wall-clock seconds, and those that pass elsewhere
         # [total, idle, lengths, slow_rank, data], in seconds or in padded tokens
         self._sums = {"seconds": np.zeros(5), "tokens": np.zeros(5)}
@@ -187,7 +192,9 @@ class CauseTracker:
             by=by,
             uneven=uneven,
             data_ranks=_data_ranks(ranks, self._data, parts["data"]) if ranks else [],
-            idle_micro_batches=_ratio(*self._by_micro_batch[::-1]),
+            padding=cost.padding_fraction(*self._tokens),
+            idle_compute=_ratio(*self._compute),
+            idle_micro_batches=_ratio(*self._by_micro_batch),
             elsewhere=_ratio(*self._wall[::-1]),
             elsewhere_ranks=self._elsewhere_ranks(ranks),
             fits={} if model is None else {r: _fit(t, model.k) for r, t in zip(ranks, model.theta, strict=True)},
@@ -221,6 +228,7 @@ class CauseTracker:
         self._steps += len(table["step"])
         self._micro_batches += len(padded)
         self._samples += int(rows["samples"].sum())
+        self._tokens += [rows["tokens"].sum(), padded.sum()]
         uneven: dict[int, float] = {}
         if np.isfinite(compute).any():
             self._model = self._learn(features, compute)
@@ -242,7 +250,8 @@ class CauseTracker:
             self._look_elsewhere(compute + data, seconds, table["wait_seconds"][complete])
             micro = rows["compute_seconds"].reshape(-1, count)
             micro = micro[np.isfinite(micro).all(axis=1)]
-            self._by_micro_batch += [micro.max(axis=1).sum(), _waiting(micro)]
+            self._by_micro_batch += [_waiting(micro), micro.max(axis=1).sum()]
+            self._compute += [_waiting(compute), compute.max(axis=1).sum()]
         else:
             by, tokens = "tokens", table["padded_tokens"]
             waiting = _waiting(tokens)

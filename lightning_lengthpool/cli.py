@@ -66,7 +66,7 @@ def parse_config(paths: Sequence[str]) -> Any:
 
 def _compare_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="compare",
+        prog="train.py compare",
         description="Run the same training once per policy, each in fresh processes with the same seeds, and print the "
         "measured figures side by side. Writes compare.json and compare.png.",
     )
@@ -90,7 +90,7 @@ def _compare_parser() -> argparse.ArgumentParser:
 
 def _report_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="report",
+        prog="train.py report",
         description="Show where the time of a run goes, finished or still going: one HTML page that needs no network, "
         "with the causes of waiting in words and five figures, also written as PNGs beside it.",
     )

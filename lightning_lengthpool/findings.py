@@ -18,6 +18,7 @@ Array = NDArray[np.float64]
 
 NAMED_FROM = 0.05  # a smaller part of the time is no cause worth a sentence
 BOTTLENECK_FROM = 0.1  # a smaller wait for data is named, but not called so
+PADDING_FROM = 0.1
 ELSEWHERE_FROM = 0.25  # an optimizer alone may take a good part of a small model's step
 REST_FROM = 0.1  # the same of what has no cause: some of it is always there
 POOL_SIZES = (100, 300, 1000, 3000)
@@ -75,20 +76,22 @@ def findings(
                 "not tell (pictures, packed samples)",
             )
         )
-    if summary.idle_micro_batches - (summary.idle - summary.data) >= NAMED_FROM:
+    if summary.micro_batches > 1 and summary.idle_micro_batches - summary.idle_compute >= NAMED_FROM:
         found.append(
             (
                 summary.idle_micro_batches,
                 f"micro-batches differ by {_percent(summary.idle_micro_batches)} idle and steps by "
-                f"{_percent(summary.idle - summary.data)}: where the ranks meet before each micro-batch, as Lightning "
-                "makes them, accumulation does not even this out",
+                f"{_percent(summary.idle_compute)}: where the ranks meet before each micro-batch, as Lightning makes "
+                "them, accumulation does not even this out",
             )
         )
+    if summary.padding >= PADDING_FROM:
+        found.append((0.0, f"{_percent(summary.padding)} of the tokens are padding: batches of like lengths save it"))
     if summary.elsewhere >= ELSEWHERE_FROM:
         longest = f", longest on {_ranks(summary.elsewhere_ranks)}" if summary.elsewhere_ranks else ""
         found.append(
             (
-                summary.elsewhere,
+                -1.0,  # no waiting for each other, so after all that is
                 f"{_percent(summary.elsewhere)} of the time is spent outside data, compute and exchange{longest}: "
                 "look at callbacks, logging, transfers to the device and the optimizer",
             )
@@ -129,20 +132,23 @@ def _uneven_sentences(summary: Summary, hosts: Sequence[str] | None) -> list[str
     groups: dict[tuple[str, bool], list[int]] = defaultdict(list)
     for rank, factor in summary.uneven.items():
         groups[hosts[summary.ranks.index(rank)] if hosts else "", factor > 1].append(rank)
+    costs = "" if math.isnan(summary.slow_rank) else f" ({_percent(summary.slow_rank)} idle)"
+    if len(groups) > 1:
+        costs = costs.replace(" idle", " idle in all")
     sentences = []
     for (host, is_slow), ranks in groups.items():
         factors = sorted(summary.uneven[rank] for rank in ranks)
         low, high = f"{factors[0]:.2f}", f"{factors[-1]:.2f}"
         one = len(ranks) == 1
         advice = (
-            f"check {'that GPU' if one else 'these GPUs'} for throttling (clocks, temperature, power limit) and the "
-            "host for other processes and CPU affinity"
+            f"check {'its device' if one else 'their devices'} for throttling (clocks, temperature, power limit) and "
+            "the host for other processes and CPU affinity"
             if is_slow
             else f"{'it waits' if one else 'they wait'} for the slower ones: use equal hardware on all ranks"
         )
         sentence = (
             f"{_ranks(ranks)}{f' on host {host}' if host else ''} take{'s' if one else ''} "
-            f"{low if low == high else f'{low} to {high}'} x the median rank's time for equal cost: {advice}"
+            f"{low if low == high else f'{low} to {high}'} x the median rank's time for equal cost{costs}: {advice}"
         )
         sentences.append((factors[-1], sentence))
     return [sentence for _, sentence in sorted(sentences, reverse=True)]
@@ -150,6 +156,8 @@ def _uneven_sentences(summary: Summary, hosts: Sequence[str] | None) -> list[str
 
 def _lengths_sentence(summary: Summary, lengths: Sequence[Array] | None, settings: Mapping[str, Any]) -> str:
     start = f"lengths cause {_percent(summary.lengths)} idle{_basis(summary)}: "
+    if "policy" not in settings:
+        start += "with LengthPoolDataModule, "
     policy, pool_size = settings.get("policy", "none"), settings.get("pool_size", 0)
     pooled = policy != "none" and pool_size > 0
     if lengths is None:

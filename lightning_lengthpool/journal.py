@@ -98,7 +98,7 @@ class Journal:
                 passed over.
 
         Returns:
-            The idle fraction of these steps, NaN if none is new.
+            The share of these steps' time that the ranks waited for each other and for data, NaN if none is new.
         """
         rows = rows[:, rows[0, :, 0] > self._last_step]
         if not rows.shape[1]:
@@ -161,7 +161,7 @@ class Journal:
         figure_loggers.log_figures(self._loggers, drawn, step=int(run.table["step"][-1]))
 
     def _log(self, table: dict[str, Array], windows: Sequence[Window]) -> float:
-        """Log each step under its own number; returns the idle fraction of all of them."""
+        """Log each step under its own number; returns what `add` does."""
         complete = np.isfinite(table["compute_seconds"]).all(axis=1)
         for i, step in enumerate(table["step"]):
             row = {name: table[name][i : i + 1] for name in table if name not in ("step", "rank")}
@@ -177,8 +177,13 @@ class Journal:
                 values[f"{name}_variance"] = own.var()
             self._write(values, int(step))
         self._log_windows(windows)
-        by = "compute_seconds" if complete.any() else "padded_tokens"
-        return cost.idle_fraction(table[by][complete] if complete.any() else table[by])
+        if not complete.any():
+            return cost.idle_fraction(table["padded_tokens"])
+        compute, data = table["compute_seconds"][complete], np.nan_to_num(table["data_seconds"][complete])
+        slowest = compute.max(axis=1)
+        # as in causes.py: data count as far as the step lasts
+        last = np.minimum((compute + data).max(axis=1), np.fmax(table["step_seconds"][complete].max(axis=1), slowest))
+        return float(1.0 - compute.mean(axis=1).sum() / last.sum()) if last.sum() > 0 else math.nan
 
     def _log_windows(self, windows: Sequence[Window]) -> None:
         for window in windows:

@@ -72,7 +72,8 @@ class SyncMonitor(Callback):
     asynchronous collective begun before the forward pass and waited for inside it.
 
     When `fit` ends, the table is followed by the causes of waiting, in words (see `causes.CauseTracker`, whose figures
-    are also logged, as `sync/idle_by_*`, every 50 steps). The progress bar shows `idle %` of the last exchange.
+    are also logged, as `sync/idle_by_*`, every 50 steps). The progress bar shows `idle%`
+    of the steps of the last exchange, waiting for data included.
 
     Args:
         every_n_steps: Optimizer steps between two exchanges. Default 50.
@@ -105,6 +106,8 @@ class SyncMonitor(Callback):
         for name, value in (("every_n_steps", every_n_steps), ("alert_windows", alert_windows)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
+        if length_fn is not None and not callable(length_fn):
+            raise ValueError(f"length_fn must be a function from a batch to its samples' lengths, got {length_fn!r}.")
         if max_rows is not None and max_rows < 1:
             raise ValueError(f"max_rows must be at least 1, or None for no cap, got {max_rows}.")
         if alert_idle is not None and not 0 < alert_idle <= 1:
@@ -155,7 +158,7 @@ class SyncMonitor(Callback):
                 self._folder,
                 loggers=trainer.loggers,
                 hosts=hosts,
-                settings=getattr(trainer.datamodule, "pool_settings", dict)(),
+                settings=_settings(trainer),
                 max_rows=self.max_rows,
                 alert_idle=self.alert_idle,
                 alert_windows=self.alert_windows,
@@ -165,13 +168,7 @@ class SyncMonitor(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         pop_record = getattr(trainer.train_dataloader, "pop_record", None)  # a fit may have several loaders
         record = pop_record() if pop_record else None
-        lengths = list(map(float, self.length_fn(batch) if self.length_fn else record.lengths))
-        if not all(0 <= length < math.inf for length in lengths):
-            source = "length_fn" if self.length_fn else "the train loader"
-            raise ValueError(
-                f"{source} gave {lengths} for batch {batch_idx}, expected the length in tokens of each of its samples: "
-                "finite numbers, none of them negative."
-            )
+        lengths = _checked(self.length_fn(batch), batch_idx) if self.length_fn else record.lengths
         self._lengths.add(lengths)
         timing = (record.fetch_started, record.data_seconds) if record else self._fetches.last() or ()
         step = _step_number(trainer)
@@ -202,7 +199,7 @@ class SyncMonitor(Callback):
         if self._steps % self.every_n_steps == 0:
             idle = self._exchange(trainer)
             if idle is not None:
-                self.log("idle %", 100 * idle, prog_bar=True, logger=False, batch_size=1, rank_zero_only=True)
+                self.log("idle%", 100 * idle, prog_bar=True, logger=False, batch_size=1, rank_zero_only=True)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._recorder.interrupt()
@@ -291,6 +288,28 @@ class SyncMonitor(Callback):
         found: list[Any] = [None] * trainer.world_size
         torch.distributed.all_gather_object(found, (self._rank, socket.gethostname()))
         return [host for _, host in sorted(dict(reversed(found)).items())]
+
+
+def _settings(trainer: Trainer) -> dict[str, Any]:
+    """What is known of the data module, or else of the loader."""
+    if hasattr(trainer.datamodule, "pool_settings"):
+        return trainer.datamodule.pool_settings()
+    workers = getattr(trainer.train_dataloader, "num_workers", None)
+    return {"num_workers": workers} if isinstance(workers, int) else {}
+
+
+def _checked(lengths: Any, batch_idx: int) -> list[float]:
+    """What `length_fn` returned, as numbers."""
+    try:
+        numbers = list(map(float, lengths))
+    except TypeError:
+        numbers = None
+    if numbers is None or not all(0 <= number < math.inf for number in numbers):
+        raise ValueError(
+            f"length_fn gave {lengths if numbers is None else numbers} for batch {batch_idx}, expected the length in "
+            "tokens of each of its samples: a list of finite numbers, none of them negative."
+        )
+    return numbers
 
 
 def _step_number(trainer: Trainer) -> int:

@@ -15,6 +15,8 @@ from lightning_lengthpool.simulate import simulate
 SETTINGS = {"policy": "pool", "pool_size": 1000, "batch_size": 1, "num_workers": 1}
 THROTTLING = "for throttling (clocks, temperature, power limit) and the host for other processes and CPU affinity"
 
+COST = "the median rank's time for equal cost (30 % idle in all)"
+
 
 def summary(ranks=4, **changes):
     parts = {"lengths": 0.0, "slow_rank": 0.0, "data": 0.0, "rest": 0.0} | {
@@ -24,6 +26,8 @@ def summary(ranks=4, **changes):
         "steps": 1000,
         "micro_batches": 1.0,
         "samples": 1.0,
+        "padding": 0.0,
+        "idle_compute": 0.0,
         "idle_micro_batches": 0.0,
         "elsewhere": 0.0,
         "elsewhere_ranks": [],
@@ -72,7 +76,8 @@ def test_lengths_with_a_prediction():
     idle = {size: cost.idle_fraction(simulate(pooled, "pool", size, 1, 12_000)[1]) for size in POOL_SIZES}
     assert predicted(sentence) == pytest.approx(idle[1000], abs=0.005)
     assert idle[1000] <= idle[3000] + 0.01 < idle[300]
-    assert findings(summary(lengths=0.41), lengths=lengths) == [sentence]  # any other data module has no pool
+    other = sentence.replace("idle: ", "idle: with LengthPoolDataModule, ")
+    assert findings(summary(lengths=0.41), lengths=lengths) == [other]  # any other data module has no pool
 
 
 def test_raising_a_small_pool():
@@ -104,7 +109,7 @@ def test_predictions_use_the_fit_and_sum_accumulated_micro_batches(monkeypatch):
 @pytest.mark.parametrize(
     "settings, advice",
     [
-        ({}, "switch the pool on, e.g. pool_size 1000"),
+        ({}, "with LengthPoolDataModule, switch the pool on, e.g. pool_size 1000"),
         (SETTINGS | {"policy": "none"}, "switch the pool on, e.g. pool_size 1000"),
         (SETTINGS, "raise pool_size (it is 1000)"),
     ],
@@ -115,15 +120,15 @@ def test_lengths_without_samples(settings, advice):
 
 def test_a_slow_rank_is_named_even_if_it_costs_little():
     assert findings(summary(slow_rank=0.03, uneven={3: 1.314}), hosts=["a", "a", "b", "b"]) == [
-        f"rank 3 on host b takes 1.31 x the median rank's time for equal cost: check that GPU {THROTTLING}"
+        f"rank 3 on host b takes 1.31 x the median rank's time for equal cost (3 % idle): check its device {THROTTLING}"
     ]
 
 
 def test_slow_ranks_are_grouped_by_host():
     slow = {1: 1.2, 4: 1.3, 5: 1.5, 6: 1.4}
     assert findings(summary(8, slow_rank=0.3, uneven=slow), hosts=["a"] * 4 + ["b"] * 4) == [
-        f"ranks 4-6 on host b take 1.30 to 1.50 x the median rank's time for equal cost: check these GPUs {THROTTLING}",
-        f"rank 1 on host a takes 1.20 x the median rank's time for equal cost: check that GPU {THROTTLING}",
+        f"ranks 4-6 on host b take 1.30 to 1.50 x {COST}: check their devices {THROTTLING}",
+        f"rank 1 on host a takes 1.20 x {COST}: check its device {THROTTLING}",
     ]
     (sentence,) = findings(summary(8, slow_rank=0.3, uneven=slow))
     assert sentence.startswith("ranks 1, 4-6 take 1.20 to 1.50 x")
@@ -181,5 +186,5 @@ def test_time_spent_elsewhere_is_not_passed_over():
 
 
 def test_accumulation_that_does_not_even_out():
-    (sentence,) = findings(summary(rest=0.01, idle_micro_batches=0.4))
+    (sentence,) = findings(summary(idle_compute=0.01, idle_micro_batches=0.4, micro_batches=2.0))
     assert "micro-batches differ by 40 % idle and steps by 1 %" in sentence

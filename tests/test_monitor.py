@@ -407,9 +407,9 @@ def test_the_progress_bar_shows_idle(tmp_path, bar, capfd):
     callback = bar(refresh_rate=1)
     runner = trainer(tmp_path, SyncMonitor(every_n_steps=2), [callback], devices=1, enable_progress_bar=True)
     runner.fit(Model(), Loader(0, 5))
-    assert callback.get_metrics(runner, runner.lightning_module)["idle %"] == 0
+    assert 0 <= callback.get_metrics(runner, runner.lightning_module)["idle%"] < 100
     out, err = capfd.readouterr()
-    assert "idle %" in out + err
+    assert "idle%" in out + err
 
 
 def test_what_lies_beside_the_file(tmp_path):
@@ -500,10 +500,11 @@ def test_a_file_that_cannot_be_written_does_not_end_the_training(tmp_path, monke
     assert sum("without its files" in str(warning.message) for warning in caught) == 1
 
 
-@pytest.mark.parametrize("bad", [float("nan"), -1.0, float("inf")])
+@pytest.mark.parametrize("bad", [float("nan"), -1.0, float("inf"), 3])
 def test_a_length_that_is_none_is_named_at_once(tmp_path, bad):
-    with pytest.raises(ValueError, match=r"length_fn gave \[.*\] for batch 0, expected the length"):
-        fit(tmp_path, SyncMonitor(length_fn=lambda batch: [bad]))
+    given = bad if bad == 3 else [bad]
+    with pytest.raises(ValueError, match=r"length_fn gave .* for batch 0, expected the length"):
+        fit(tmp_path, SyncMonitor(length_fn=lambda batch: given))
 
 
 def test_length_fn_comes_before_the_loaders_lengths(tmp_path):
@@ -525,6 +526,7 @@ def test_without_lengths_the_error_says_what_to_do(tmp_path):
         ({"alert_windows": 0}, "alert_windows must be at least 1, got 0"),
         ({"alert_idle": 30}, "alert_idle is a fraction above 0 and at most 1, got 30"),
         ({"max_rows": 0}, "max_rows must be at least 1, or None"),
+        ({"length_fn": 3}, "length_fn must be a function"),
     ],
 )
 def test_settings_are_checked(settings, message):
