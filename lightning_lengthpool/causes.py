@@ -31,12 +31,10 @@ DATA_FRACTION = 0.05  # from this share of the time on, ranks that wait for data
 
 
 @dataclass(frozen=True)
-class Window:
+class Split:
     """The idle fraction of some steps and its parts, `idle = lengths + slow_rank + data + rest`.
 
     Attributes:
-        first_step: Number of the first step.
-        last_step: Number of the last.
         idle: Share of the ranks' time spent waiting, for each other and for data.
         lengths: The part that ranks of equal speed would wait as well.
         slow_rank: The part that would go if the ranks that stand out were as fast as the typical one.
@@ -49,8 +47,6 @@ class Window:
         data_ranks: The ranks that wait for data most (at least half as long as the worst), where `data` is 5 % or more.
     """
 
-    first_step: int
-    last_step: int
     idle: float
     lengths: float
     slow_rank: float
@@ -62,8 +58,21 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Summary:
-    """The same figures over all windows: fractions as ratios of sums; see `Window`.
+class Window(Split):
+    """The split of some steps in a row.
+
+    Attributes:
+        first_step: Number of the first step.
+        last_step: Number of the last.
+    """
+
+    first_step: int
+    last_step: int
+
+
+@dataclass(frozen=True)
+class Summary(Split):
+    """The split of all windows together: fractions are ratios of sums.
 
     Attributes:
         steps: Steps analysed.
@@ -86,14 +95,6 @@ class Summary:
     micro_batches: float
     samples: float
     ranks: list[int]
-    idle: float
-    lengths: float
-    slow_rank: float
-    data: float
-    rest: float
-    by: str
-    uneven: dict[int, float]
-    data_ranks: list[int]
     padding: float
     idle_compute: float
     idle_micro_batches: float
