@@ -21,13 +21,17 @@ each policy trades away:
 Where the costs come from is not this module's business: a token count, an estimate or a cost model all serve.
 """
 
+import math
 import random
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+T = TypeVar("T")
+Array = NDArray[np.float64]
 Policy = Callable[[Sequence[float], int, int, int, int], list[int]]
 """`policy(costs, pool_size, start, seed, batch_size) -> order`, see `order_pool`."""
 
@@ -83,7 +87,7 @@ def order_blocks(costs: Sequence[float], pool_size: int, start: int, seed: int, 
     return [index for block in (*blocks, by_cost[:rest]) for index in block]
 
 
-def _shuffled(items: list, is_full: bool, seed: int) -> list:  # type: ignore[type-arg]
+def _shuffled(items: list[T], is_full: bool, seed: int) -> list[T]:
     rng = random.Random(seed)
     if is_full:
         rng.shuffle(items)
@@ -125,10 +129,10 @@ def stream_draw(seed: int, worker: int, slot: int) -> random.Random:
 def stream_block(costs: Sequence[float], u: float, batch_size: int, target: float | None = None) -> tuple[int, int]:
     """Name the block of a sorted pool that leaves as the next batch.
 
-    Without a target the pool is cut into blocks of `batch_size` and each is named with the same probability, so every
-    sample is as likely to leave, long or short. With one, the block is centred on `k + 0.2 (u n - k)`, where `k` is the
-    target's place among the `n` samples: all ranks aim at the same cost, and the last term keeps a pool from filling up
-    with what the target misses.
+    Without a target the pool is cut into blocks of `batch_size`, and the block leaves in which the place `u n` of the
+    `n` samples lies, so every sample is as likely to leave, long or short. With one, the block is centred on
+    `k + 0.2 (u n - k)`, where `k` is the target's place among the samples: all ranks aim at the same cost, and the last
+    term keeps a pool from filling up with what the target misses.
 
     Args:
         costs: Of the pool's samples, ascending, at least one.
@@ -137,58 +141,95 @@ def stream_block(costs: Sequence[float], u: float, batch_size: int, target: floa
         target: The cost that all ranks aim at: the u-quantile of costs that they share.
 
     Returns:
-        The block as a slice `(start, stop)` of `costs`.
+        The block as a slice `(start, stop)` of `costs`, of `batch_size` samples wherever the pool has as many.
     """
     n = len(costs)
-    if target is None:
-        blocks = -(-n // batch_size)
-        stop = n - (blocks - 1 - int(u * blocks)) * batch_size  # what does not fill a block lies at the cheap end
-        return max(0, stop - batch_size), stop
     size = min(batch_size, n)
-    centre = _towards(costs, u * n, target)
-    start = min(max(0, int(centre - size / 2 + 0.5)), n - size)
+    if target is None:
+        rest = n % size  # what does not fill a block lies at the cheap end, and borrows from the block above
+        start = rest + math.floor((u * n - rest) / size) * size
+    else:
+        start = int(_towards(costs, u * n, target) - size / 2 + 0.5)
+    start = min(max(0, start), n - size)
     return start, start + size
 
 
+def batch_shares(costs: Array, budget: float, batch_size: int | None = None) -> Array:
+    """The share of a batch that each sample takes up, if a batch of samples like it may cost `budget`.
+
+    Their sum says about how many batches the samples make.
+
+    Args:
+        costs: Of samples, shape `[samples]`.
+        budget: What a batch may cost, above 0; a dearer sample takes up a whole batch.
+        batch_size: Samples of a batch at most; None for no limit.
+
+    Returns:
+        Shape `[samples]`, each above 0 and at most 1.
+    """
+    most = max(1, len(costs)) if batch_size is None else batch_size
+    with np.errstate(divide="ignore", over="ignore"):
+        return 1.0 / np.clip(np.floor(budget / costs), 1.0, most)
+
+
 def budget_block(
-    costs: NDArray[np.float64],
+    costs: Array,
     u: float,
     budget: float,
     batch_size: int | None = None,
     target: float | None = None,
     is_padded: bool = True,
 ) -> tuple[int, int]:
-    """Name a block of a sorted pool that costs about `budget`, whatever the samples' own costs.
+    """Name a block of a sorted pool that fills a budget, whatever the samples' own costs.
 
-    The shared random number names a place on the axis of cumulative costs; the batch is filled downward from there to
-    the budget. Expensive samples are named more often and make small batches, so every sample is as likely to leave.
-    Where the cheapest samples do not fill the budget, the batch takes dearer ones.
+    The shared random number names a place on the axis of cumulative `batch_shares`, and the batch is filled downward
+    from the sample there. Expensive samples are named more often and make small batches, so every sample is as likely
+    to leave. Where the cheapest samples do not fill the budget, the batch takes dearer ones.
 
     Args:
         costs: Of the pool's samples, ascending, at least one, shape `[samples]`.
         u: Shared random number in [0, 1).
-        budget: What a batch may cost; a dearer sample is a batch of its own.
+        budget: What a batch costs at most; a dearer sample is a batch of its own.
         batch_size: Samples of a batch at most; None for no limit.
-        target: As for `stream_block`; the quantile is then of cumulative costs.
+        target: As for `stream_block`; the quantile is then of cumulative shares.
         is_padded: Whether a batch costs its samples times the dearest of them; else the sum of their costs.
 
     Returns:
         The block as a slice `(start, stop)` of `costs`.
     """
-    n, most = len(costs), len(costs) if batch_size is None else batch_size
-    cumulative = np.cumsum(costs)
-    top = min(int(np.searchsorted(cumulative, u * cumulative[-1], side="right")), n - 1)
+    cumulative = np.cumsum(batch_shares(costs, budget, batch_size))
+    top = min(int(np.searchsorted(cumulative, u * cumulative[-1], side="right")), len(costs) - 1)
     if target is not None:
-        top = min(max(0, int(_towards(costs, top + 0.5, target))), n - 1)
+        top = min(max(0, int(_towards(costs, top + 0.5, target))), len(costs) - 1)
+    return fill_budget(costs, top, budget, batch_size, is_padded)
+
+
+def fill_budget(
+    costs: Array, top: int, budget: float, batch_size: int | None = None, is_padded: bool = True
+) -> tuple[int, int]:
+    """Fill a budget downward from the sample `top`, and upward where there is nothing cheaper left.
+
+    Args:
+        costs: Of the pool's samples, ascending, shape `[samples]`.
+        top: The place of the dearest sample.
+        budget: As for `budget_block`, as are the other arguments.
+        batch_size: Samples of a batch at most; None for no limit.
+        is_padded: Whether a batch costs its samples times the dearest of them.
+
+    Returns:
+        The block as a slice `(start, stop)` of `costs`.
+    """
+    n, most = len(costs), len(costs) if batch_size is None else batch_size
+    cumulative = np.concatenate(([0.0], np.cumsum(costs)))
 
     def start_of(last: int) -> int:
-        """Where a batch begins whose dearest sample is `last`, if there were enough cheap ones."""
+        """Where a batch begins whose dearest sample is `last`; negative if it has room for cheaper ones than exist."""
         if is_padded:
-            fits = int(budget // costs[last]) if costs[last] > 0 else most
+            fits = int(budget // costs[last]) if costs[last] * most > budget else most
+        elif cumulative[last + 1] < budget:
+            fits = last + 2
         else:
-            fits = last + 1 - int(np.searchsorted(cumulative, cumulative[last] - budget, side="left"))
-            if cumulative[last] < budget:
-                fits = last + 2  # and more
+            fits = last + 1 - int(np.searchsorted(cumulative, cumulative[last + 1] - budget, side="left"))
         return last + 1 - max(1, min(fits, most))
 
     while start_of(top) < 0 and top + 1 < n and start_of(top + 1) <= 0:
@@ -196,7 +237,7 @@ def budget_block(
     return max(0, start_of(top)), top + 1
 
 
-def _towards(costs: Sequence[float] | NDArray[np.float64], own: float, target: float) -> float:
+def _towards(costs: Sequence[float] | Array, own: float, target: float) -> float:
     """The place of `target` among sorted costs, moved towards the pool's `own` place."""
     # of the places that have just this cost, the one nearest to the pool's own
     place = min(max(own, bisect_left(costs, target)), bisect_right(costs, target))

@@ -5,14 +5,14 @@ It holds numbers, not samples, so that training and simulation run the same code
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_lengthpool.order import budget_block, stream_block, stream_class, stream_draw
+from lightning_lengthpool.order import batch_shares, budget_block, fill_budget, stream_block, stream_class, stream_draw
 
 Array = NDArray[np.float64]
 
@@ -21,18 +21,26 @@ class Reference:
     """Costs that all ranks share, and aim at.
 
     Args:
-        costs: Of samples of the data set, in any order; by class, if the pool keeps classes apart.
+        costs: Of samples of the data set, in any order; by class, if the pool keeps classes apart, else of class None.
     """
 
-    def __init__(self, costs: Mapping[Hashable, Sequence[float]]) -> None:
+    def __init__(self, costs: Mapping[Hashable, Sequence[float] | Array]) -> None:
         self.costs = {kind: np.sort(np.asarray(own, dtype=np.float64)) for kind, own in costs.items()}
-        self._cumulative = {kind: np.cumsum(own) for kind, own in self.costs.items()}
 
-    def quantile(self, kind: Hashable, u: float, *, by_cost: bool) -> float:
-        """The cost below which a share `u` of a class lies: of its samples, or of their costs together."""
-        costs, cumulative = self.costs[kind], self._cumulative[kind]
-        place = int(np.searchsorted(cumulative, u * cumulative[-1], side="right")) if by_cost else int(u * len(costs))
-        return float(costs[min(place, len(costs) - 1)])
+    def distance(self, kind: Hashable, costs: Sequence[float] | Array) -> float:
+        """The Kolmogorov-Smirnov distance of other costs from those of a class.
+
+        Returns:
+            The largest difference between the two shares of costs up to any bound: 0 if they are distributed alike, 1
+            if they do not even overlap.
+        """
+        own, other = self.costs[kind], np.sort(np.asarray(costs, dtype=np.float64))
+        # Between two of the other costs only one of the shares changes, and it only grows: the two ends are enough.
+        gaps = [
+            np.searchsorted(own, other, side=side) / len(own) - np.searchsorted(other, other, side=side) / len(other)
+            for side in ("left", "right")
+        ]
+        return float(np.abs(gaps).max())
 
 
 @dataclass
@@ -94,6 +102,10 @@ class SortedPool:
         self._reference = reference
         self._shares = {None: 1.0} if shares is None else dict(shares)
         self._classes = {kind: _Sorted() for kind in self._shares}
+        self._reference_shares: dict[Hashable, Array] = {}
+        if reference is not None and budget is not None:
+            for kind in self._shares:
+                self._reference_shares[kind] = np.cumsum(batch_shares(reference.costs[kind], budget, batch_size))
 
     def __len__(self) -> int:
         return sum(len(own.costs) for own in self._classes.values())
@@ -104,6 +116,20 @@ class SortedPool:
         place = bisect_right(own.costs, cost)
         own.costs.insert(place, cost)
         own.numbers.insert(place, number)
+
+    def items(self) -> Iterator[tuple[int, float, Hashable]]:
+        """Number, cost and class of each sample, by class and in order: what `add` needs to make an equal pool."""
+        for kind, own in self._classes.items():
+            for number, cost in zip(own.numbers, own.costs, strict=True):
+                yield number, cost, kind
+
+    def batches(self, kind: Hashable = None) -> float:
+        """About how many batches a class holds."""
+        costs = self._classes[kind].costs
+        if self._budget is None:
+            assert self._batch_size is not None
+            return len(costs) / self._batch_size
+        return float(batch_shares(np.array(costs), self._budget, self._batch_size).sum())
 
     def take(self, slot: int, *, aim: bool = True) -> Block:
         """Take the block of a slot out of the pool, which must not be empty.
@@ -119,7 +145,7 @@ class SortedPool:
         own = self._classes[kind]
         target = None
         if self._reference is not None and aim:
-            target = self._reference.quantile(wanted, u, by_cost=self._budget is not None)
+            target = self._target(wanted, u)
         if self._budget is None:
             assert self._batch_size is not None
             start, stop = stream_block(own.costs, u, self._batch_size, target)
@@ -129,26 +155,43 @@ class SortedPool:
         costs = list(own.costs[start:stop])
         return Block(own.pop(start, stop), costs, kind, kind != wanted)
 
-    def take_nearest(self, cost: float, kind: Hashable = None) -> int | None:
-        """Take the sample nearest in cost, of this class if it has any; None if the pool is empty."""
+    def take_nearest(self, costs: Sequence[float], kind: Hashable = None) -> list[int]:
+        """Take samples in place of those that a slot had, as like them as the pool has.
+
+        Args:
+            costs: Of the slot's samples, ascending.
+            kind: Their class; another one if the pool has none of it.
+
+        Returns:
+            The samples' numbers; none only if the pool is empty. Within the budget, if there is one.
+        """
         own = self._classes[kind]
         if not own.costs:
             own = max(self._classes.values(), key=lambda other: len(other.costs))
-        if not own.costs:
-            return None
-        place = bisect_left(own.costs, cost)
-        if place == len(own.costs) or (place and cost - own.costs[place - 1] <= own.costs[place] - cost):
-            place -= 1
-        return own.pop(place, place + 1)[0]
+        if self._budget is not None and own.costs:
+            place = _nearest(own.costs, costs[-1])
+            return own.pop(*fill_budget(np.array(own.costs), place, self._budget, self._batch_size, self._is_padded))
+        numbers = []
+        for cost in costs[: len(own.costs)]:
+            place = _nearest(own.costs, cost)
+            numbers += own.pop(place, place + 1)
+        return numbers
+
+    def _target(self, kind: Hashable, u: float) -> float:
+        """The reference's u-quantile: of its samples, or with a budget of the batches that they make."""
+        assert self._reference is not None
+        costs = self._reference.costs[kind]
+        place = int(u * len(costs))
+        if self._budget is not None:
+            cumulative = self._reference_shares[kind]
+            place = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
+        return float(costs[min(place, len(costs) - 1)])
 
     def _draw_class(self, u: float) -> Hashable:
         kinds = list(self._shares)
         if len(kinds) == 1:
             return kinds[0]
-        held = [
-            float(np.array(own.costs).sum()) if self._budget is not None else len(own.costs)
-            for own in self._classes.values()
-        ]
+        held = [self.batches(kind) for kind in kinds]
         total = sum(held)
         return kinds[stream_class(list(self._shares.values()), [own / total for own in held], u)]
 
@@ -163,11 +206,18 @@ class SortedPool:
         enough = enough or [max(self._classes, key=lambda kind: len(self._classes[kind].costs))]
         if self._reference is None or len(enough) == 1:
             return max(enough, key=lambda kind: len(self._classes[kind].costs))
-        target = self._reference.quantile(wanted, u, by_cost=self._budget is not None)
+        target = self._target(wanted, u)
 
         def distance(kind: Hashable) -> float:
             costs = self._classes[kind].costs
-            place = bisect_left(costs, target)
-            return float(min(abs(cost - target) for cost in costs[max(0, place - 1) : place + 1]))
+            return abs(float(costs[_nearest(costs, target)]) - target)
 
         return min(enough, key=distance)
+
+
+def _nearest(costs: Sequence[float], wanted: float) -> int:
+    """The place of the sorted cost nearest to `wanted`, of two the cheaper one."""
+    place = bisect_left(costs, wanted)
+    if place == len(costs) or (place and wanted - costs[place - 1] <= costs[place] - wanted):
+        place -= 1
+    return place
