@@ -1,41 +1,28 @@
 """`LengthPoolDataModule`: from Lightning's trainer to energon's loaders, one stream per data-parallel rank."""
 
-import inspect
 import math
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.utilities import rank_zero_info
-from megatron.energon import (
-    TaskEncoder,
-    WorkerConfig,
-    get_loader,
-    get_savable_loader,
-    get_train_dataset,
-    get_val_dataset,
-)
+from megatron.energon import TaskEncoder, WorkerConfig, get_savable_loader, get_train_dataset
 
+from lightning_lengthpool.agreement import Agreement
 from lightning_lengthpool.checkpoint import gather, join, split
+from lightning_lengthpool.checks import check_numbers, check_settings, check_training, try_encoder
+from lightning_lengthpool.classes import packed_class
+from lightning_lengthpool.cost_models import CostModel
 from lightning_lengthpool.dataset import LengthPoolDataset
-from lightning_lengthpool.loader import EvalLoader, TrainLoader
-from lightning_lengthpool.pool import PoolSettings, check_integer
-from lightning_lengthpool.probe import PROBE_TOLERANCE, probe
-from lightning_lengthpool.splits import NoSplitError, describe_split, require_samples, split_size
-from lightning_lengthpool.task_encoder import (
-    check_encoder,
-    length_pool,
-    methods_not_stateless,
-    require_length_pool,
-    warn_not_stateless,
-)
+from lightning_lengthpool.evaluation import check_evaluation, evaluation_loader
+from lightning_lengthpool.loader import EvalLoader, TrainLoader, count_dropped
+from lightning_lengthpool.pool import PoolSettings, PoolWarmup, require_stream
+from lightning_lengthpool.reference import ReferenceLengths, batches_of, read_reference_lengths, with_reference
+from lightning_lengthpool.splits import describe_split, split_size
+from lightning_lengthpool.task_encoder import check_encoder, length_pool, methods_not_stateless, require_length_pool
 
-_RESUME = ("auto", "exact", "approximate", "fresh")
 _FIRST_BATCH_TIMEOUT = 600.0  # seconds until energon's watchdog speaks up: the first batch waits for a whole pool
 
 
@@ -49,23 +36,44 @@ class LengthPoolDataModule(LightningDataModule):
     Args:
         path: A prepared energon data set (folder), or the YAML of an energon metadataset that blends several.
         task_encoder: Your energon task encoder; nothing in it has to change.
-        batch_size: Samples of a micro-batch, at least 1; None only with packing: then each pack is a batch.
-        pool_size: Samples that each worker holds to choose from; while they are handed out as many again come in. 10 to
-            100 times batch_size is a good start; 0 switches the pool off.
-        policy: How samples leave the pool: 'pool' (sorted by length, shuffled alike on all ranks) or 'none' (as they
-            come).
+        batch_size: Samples of a micro-batch, at least 1; with max_tokens, at most. None only with max_tokens, or with
+            packing: then each pack is a batch.
+        pool_size: Samples that each worker holds to choose from; with policies 'pool' and 'blocks' as many again come
+            in while they are handed out. 10 to 100 times batch_size is a good start; 0 switches the pool off. 'blocks'
+            and 'stream' round it down to whole batches.
+        policy: How samples leave the pool: 'pool' (sorted by length, shuffled alike on all ranks), 'blocks' (the sorted
+            pool is cut into batches, and these are shuffled: almost no padding), 'stream' (one batch of neighbours
+            leaves at a time, and as many samples come in: best synchronised) or 'none' (as they come).
         seed: Seed of the random sequence that all ranks share.
         length_fn: Import path of a function that takes an encoded sample and gives its length in tokens; by default a
             sample's `total_len`, else `len(tokens)`.
+        cost: What samples cost to train on, by which the pool sorts them: one of `cost_models`, or your own. By default
+            a sample costs its length, and a batch its padded tokens.
+        max_tokens: What a batch may cost, in tokens with padding, or what `cost` counts: a batch then has as many
+            samples as fit. Only with policy 'stream'. None for batch_size samples a batch.
+        over_budget: What happens to a sample that alone costs more than max_tokens: 'error', 'alone' (it is a batch of
+            its own, whatever memory that takes) or 'drop' (it is left out, with a warning; `dropped` counts such
+            samples).
+        reference_lengths: A CSV file of lengths of the data set (column 'tokens', and 'class' with classes), the same
+            on all ranks, which then aim at the same lengths. Some thousands are enough. Only with policy 'stream'.
+        class_fn: Import path of a function that takes an encoded sample and names its class; a batch then holds one
+            class, the same on (nearly) all ranks. By default none; with class_shares `classes.packed_class`: 'packed'
+            or 'single'. Only with policy 'stream'.
+        class_shares: Share of the batches that each class has, adding up to 1, say {packed: 0.3, single: 0.7}; by
+            default, with class_fn, as in reference_lengths.
+        pool_warmup: How the first pools grow, so that the first batch comes soon: {initial: 100, flushes: 5} begins
+            with 100 samples, and the sixth pool has pool_size. Only with policies 'pool' and 'blocks'.
         num_workers: Worker processes of each rank, the same on all ranks; 0 loads in the training process.
         shuffle_buffer_size: Samples in energon's shuffle buffer before encoding; None for no buffer.
         packing_buffer_size: Samples that energon's packing chooses from; None for no packing. The pool then holds
             packs.
         max_samples_per_sequence: Samples that energon reads in a row from one shard; None for whole shards.
         virtual_epoch_length: Batches of an epoch on each rank; by default as many as one pass over the training split
-            has: samples // (ranks * batch_size).
+            has: samples // (ranks * batch_size). With max_tokens that is an estimate, from reference_lengths or else
+            from the first 100 samples.
         val_path: Data set of validation and test, if it is not `path`.
-        val_batch_size: Samples of a validation or test batch; by default batch_size.
+        val_batch_size: Samples of a validation or test batch; by default batch_size, or 1 where that is None without
+            packing.
         failure_tolerance: Samples (or batches) that may fail in a row before training ends with the error; 0 for no
             limit. By default what the encoder says (energon: 100).
         resume: How a run goes on from a checkpoint. 'exact': with the very batches of the uninterrupted run; refused if
@@ -88,6 +96,13 @@ class LengthPoolDataModule(LightningDataModule):
         policy: str = "pool",
         seed: int = 42,
         length_fn: Callable[[Any], float] | None = None,
+        cost: CostModel | None = None,
+        max_tokens: float | None = None,
+        over_budget: Literal["error", "alone", "drop"] = "error",
+        reference_lengths: str | Path | None = None,
+        class_fn: Callable[[Any], str] | None = None,
+        class_shares: dict[str, float] | None = None,
+        pool_warmup: PoolWarmup | None = None,
         num_workers: int = 2,
         shuffle_buffer_size: int | None = None,
         packing_buffer_size: int | None = None,
@@ -101,46 +116,57 @@ class LengthPoolDataModule(LightningDataModule):
         super().__init__()
         if not sys.platform.startswith("linux"):
             raise RuntimeError(f"lightning_lengthpool runs on Linux only (energon forks), this is {sys.platform!r}")
-        self.settings = PoolSettings(pool_size=pool_size, policy=policy, seed=seed, length_fn=length_fn)
-        check_integer("num_workers", num_workers, minimum=0)
-        optional = {
-            "batch_size": batch_size,
-            "shuffle_buffer_size": shuffle_buffer_size,
-            "packing_buffer_size": packing_buffer_size,
-            "max_samples_per_sequence": max_samples_per_sequence,
-            "virtual_epoch_length": virtual_epoch_length,
-            "val_batch_size": val_batch_size,
-        }
-        for name, value in optional.items():
-            if value is not None:
-                check_integer(name, value, minimum=1)
-        if failure_tolerance is not None:
-            check_integer("failure_tolerance", failure_tolerance, minimum=0, hint="0 for no limit")
-        if resume not in _RESUME:
-            raise ValueError(f"resume is {resume!r}, expected one of: {', '.join(_RESUME)}")
-        if batch_size is None and packing_buffer_size is None:
+        if class_shares is not None and class_fn is None:
+            class_fn = packed_class
+        require_stream(policy, pool_size, reference_lengths=reference_lengths, class_fn=class_fn)
+        if class_fn is not None and class_shares is None and reference_lengths is None:
             raise ValueError(
-                "batch_size is None, which works only with packing, where each pack is a batch. Set batch_size, or "
-                "packing_buffer_size and an encoder that packs."
+                "class_fn is set, but nothing tells how many batches each class has. Set class_shares, say {packed: "
+                "0.3, single: 0.7}, or reference_lengths with a column 'class'."
             )
-        if policy != "none" and 0 < pool_size < (batch_size or 1):
-            warnings.warn(
-                f"pool_size {pool_size} is smaller than batch_size {batch_size}: one batch spans several pools, so its "
-                "samples are hardly ordered by length and the ranks wait for each other. 10 to 100 times batch_size is "
-                "a good start.",
-                stacklevel=2,
-            )
+        self.settings = PoolSettings(
+            pool_size=pool_size,
+            policy=policy,
+            seed=seed,
+            length_fn=length_fn,
+            cost=cost,
+            warmup=pool_warmup,
+            max_tokens=max_tokens,
+            over_budget=over_budget,
+            class_fn=None if class_shares is None else class_fn,  # else with the shares that the file tells
+            class_shares=class_shares,
+        )
+        check_numbers(
+            shuffle_buffer_size=shuffle_buffer_size,
+            packing_buffer_size=packing_buffer_size,
+            max_samples_per_sequence=max_samples_per_sequence,
+            virtual_epoch_length=virtual_epoch_length,
+            val_batch_size=val_batch_size,
+        )
+        check_settings(
+            self.settings,
+            batch_size=batch_size,
+            packing_buffer_size=packing_buffer_size,
+            num_workers=num_workers,
+            failure_tolerance=failure_tolerance,
+            resume=resume,
+        )
         self.path, self.val_path = path, path if val_path is None else val_path
         self.task_encoder = task_encoder
         check_encoder(task_encoder)
         self.failure_tolerance = failure_tolerance
         self.resume = resume
-        self.batch_size, self.val_batch_size = batch_size, val_batch_size or batch_size
+        self.batch_size = batch_size
+        self.val_batch_size = val_batch_size or batch_size or (1 if packing_buffer_size is None else None)
+        self.class_fn = class_fn
+        self.reference_lengths = reference_lengths
         self.num_workers = num_workers
         self.shuffle_buffer_size = shuffle_buffer_size
         self.packing_buffer_size = packing_buffer_size
         self.max_samples_per_sequence = max_samples_per_sequence
         self.virtual_epoch_length = virtual_epoch_length
+        self._reference: ReferenceLengths | None = None
+        self._batches_of_a_sample: float | None = None  # with a token budget, once it is estimated
         self._train_loader: TrainLoader | None = None
         self._eval_loader: EvalLoader | None = None
         self._state: dict[str, Any] | None = None  # the place from which the next loader goes on
@@ -157,16 +183,22 @@ class LengthPoolDataModule(LightningDataModule):
         error: Exception | None = None
         try:
             if stage == "fit":
-                self._check_training()
+                self._estimate(check_training(self, self._pool_settings()))
             if stage in ("fit", "validate", "test"):
-                self._check_evaluation("test" if stage == "test" else "val", required=stage != "fit")
+                check_evaluation(self, "test" if stage == "test" else "val", required=stage != "fit")
         except Exception as caught:
             error = caught
-        failed = self._ranks_with(error is not None)
+        agreement = self._agreement()
+        failed = agreement.ranks_with(error is not None)
         if error is not None:
             raise error
         if failed:
             raise ValueError(f"the data could not be set up on {failed} other rank(s): see their messages")
+        if stage == "fit" and self._reference is not None and not agreement.is_same(str(self._reference)):
+            raise ValueError(
+                f"reference_lengths is {str(self.reference_lengths)!r}, but the file differs between the ranks (here "
+                f"it has {self._reference}): they would aim at different lengths. Give all ranks the same file."
+            )
 
     def train_dataloader(self) -> TrainLoader:
         """This rank's endless stream, cut into epochs of `virtual_epoch_length` batches.
@@ -175,12 +207,12 @@ class LengthPoolDataModule(LightningDataModule):
         """
         self._keep_place()
         worker_config = self._worker_config(self.num_workers)
-        dataset, pool = self._train_dataset(worker_config, self.settings, self.failure_tolerance)
+        dataset, pool = self._train_dataset(worker_config, self._pool_settings(), self.failure_tolerance)
         if self._state is not None and (self.resume == "approximate" or not pool.dataset.can_restore_sample()):
             self._approximate(pool)
         # Without workers a collection every few batches would be the training process's; and in a worker it walks the
         # whole pool, so it comes about once per pool.
-        pool_batches = self.settings.places // (self.batch_size or 1)
+        pool_batches = self._held() // (self.batch_size or 1)
         loader = get_savable_loader(
             dataset,
             checkpoint_every_sec=math.inf,  # the place travels with the batches
@@ -199,6 +231,13 @@ class LengthPoolDataModule(LightningDataModule):
         """The `test` split, as `val_dataloader`."""
         return self._evaluation("test")
 
+    def _evaluation(self, split: str) -> EvalLoader | list[Any]:
+        loader = evaluation_loader(self, split)
+        if loader is None:
+            return []
+        self._eval_loader = loader
+        return loader
+
     def is_repeat(self, batch_idx: int) -> bool:
         """Whether a validation or test batch is one that this rank has seen before in this run.
 
@@ -212,15 +251,28 @@ class LengthPoolDataModule(LightningDataModule):
         numbers = {name: getattr(self, name) for name in ("batch_size", "num_workers")}
         numbers["pool_size"] = self.settings.pool_size
         plain = {name: None if value is None else int(value) for name, value in numbers.items()}
-        return {"policy": self.settings.policy, **plain}
+        budget = self.settings.max_tokens
+        return {"policy": self.settings.policy, **plain, **({} if budget is None else {"max_tokens": float(budget)})}
 
     def teardown(self, stage: str) -> None:
         """Stop the workers; their place in the training data is kept, for a checkpoint or another `fit`."""
         self._close()
+        if stage == "fit" and self.dropped:
+            warnings.warn(
+                f"{self.dropped} samples of rank {self._worker_config(0).rank} cost more than max_tokens "
+                f"({self.settings.max_tokens:g}) and were left out (over_budget is 'drop')",
+                stacklevel=2,
+            )
 
     def on_exception(self, exception: BaseException) -> None:
         """Stop the workers where Lightning does not get to `teardown`."""
         self._close()
+
+    @property
+    def dropped(self) -> int:
+        """Samples of this rank that were left out so far, for they cost more than max_tokens."""
+        state = self._state if self._train_loader is None else self._train_loader.state()
+        return 0 if state is None else count_dropped(state["workers"])
 
     # ---- the place in the data
 
@@ -251,12 +303,13 @@ class LengthPoolDataModule(LightningDataModule):
 
     def _saved_settings(self, config: WorkerConfig) -> dict[str, Any]:
         """What the place in the data depends on."""
+        settings = self._pool_settings()
         numbers = {
             "ranks": config.world_size,
             "num_workers": self.num_workers,
             "batch_size": self.batch_size,
-            "pool_size": self.settings.pool_size,
-            "seed": self.settings.seed,
+            "pool_size": settings.pool_size,
+            "seed": settings.seed,
             "shuffle_buffer_size": self.shuffle_buffer_size,
             "packing_buffer_size": self.packing_buffer_size,
             "max_samples_per_sequence": self.max_samples_per_sequence,
@@ -264,7 +317,18 @@ class LengthPoolDataModule(LightningDataModule):
         plain = {
             name: None if value is None else int(value) for name, value in numbers.items()
         }  # NumPy's would not load
-        return {"path": describe_split(self.path, "train"), "policy": self.settings.policy, **plain}
+        shares = settings.class_shares
+        return {
+            "path": describe_split(self.path, "train"),
+            "policy": settings.policy,
+            "cost": None if settings.cost is None else settings.cost.fingerprint(),
+            "pool_warmup": None if settings.warmup is None else str(settings.warmup),
+            "max_tokens": None if settings.max_tokens is None else float(settings.max_tokens),
+            "over_budget": None if settings.max_tokens is None else settings.over_budget,
+            "reference_lengths": None if self._reference is None else str(self._reference),
+            "class_shares": None if shares is None else {name: float(share) for name, share in shares.items()},
+            **plain,
+        }
 
     def _close(self) -> None:
         self._keep_place()
@@ -281,7 +345,7 @@ class LengthPoolDataModule(LightningDataModule):
         """Go on without the samples that the pool held."""
         if self.packing_buffer_size is None:
             pool.lose_pool = True
-            lost = f"up to {self.settings.places - 1} samples of each worker's pool are lost"
+            lost = f"up to {self._held() - 1} samples of each worker's pool are lost"
         else:
             self._state = None
             lost = "the packing buffer cannot be restored either, and the data start afresh"
@@ -291,6 +355,39 @@ class LengthPoolDataModule(LightningDataModule):
             "leave resume at 'auto'.",
             stacklevel=2,
         )
+
+    # ---- the pool
+
+    def _pool_settings(self) -> PoolSettings:
+        """The pool's settings with what stands in the file of reference lengths, which is read once."""
+        if self.reference_lengths is not None and self._reference is None:
+            file = read_reference_lengths(self.reference_lengths)
+            self.settings = with_reference(self.settings, file, self.class_fn, self.batch_size)
+            self._reference = file
+        return self.settings
+
+    def _held(self) -> int:
+        """Samples of a full pool."""
+        return 1 if self.settings.policy == "none" else max(1, self.settings.pool_size)
+
+    def _batches_per_sample(self) -> float:
+        """How many batches a sample makes on average; with a token budget estimated, and the same on all ranks."""
+        if self.settings.max_tokens is None:
+            return 1 / (self.batch_size or 1)
+        if self._batches_of_a_sample is None:
+            self._estimate(try_encoder(self, self._pool_settings()))
+        return self._agreement().max(self._batches_of_a_sample)
+
+    def _estimate(self, costs: list[float] | None) -> None:
+        """Estimate how many batches a sample makes, from these costs if there is no reference."""
+        if costs is None:
+            return
+        reference = self._pool_settings().reference
+        known = costs if reference is None else [cost for own in reference.costs.values() for cost in own]
+        self._batches_of_a_sample = batches_of(known, self.settings, self.batch_size)
+
+    def _agreement(self) -> Agreement:
+        return Agreement(self.trainer, self._worker_config(0).world_size)
 
     # ---- what the two kinds of loaders are made of
 
@@ -324,90 +421,7 @@ class LengthPoolDataModule(LightningDataModule):
     def _epoch_length(self, world_size: int) -> int:
         if self.virtual_epoch_length is not None:
             return self.virtual_epoch_length
-        return max(1, split_size(self.path, "train") // (world_size * (self.batch_size or 1)))
-
-    def _evaluation(self, split: str) -> EvalLoader | list[Any]:
-        try:
-            samples = split_size(self.val_path, split)
-        except NoSplitError:
-            rank_zero_info(f"{self.val_path} has no {split!r} split, or an empty one: no batches from it")
-            return []
-        world_size = self._worker_config(0).world_size
-        # A worker without a sample would fail in energon.
-        worker_config = self._worker_config(min(self.num_workers, samples // world_size))
-
-        def dataset() -> Any:
-            return get_val_dataset(
-                self.val_path,
-                split_part=split,
-                worker_config=worker_config,
-                batch_size=self.val_batch_size,
-                packing_buffer_size=self.packing_buffer_size,
-                task_encoder=self.task_encoder,
-            )
-
-        encoder = self.task_encoder
-        methods = (
-            encoder.encode_sample,
-            encoder.preencode_sample,
-            encoder.postencode_sample,
-            encoder.encode_batch,
-        )
-        multiplies = any(inspect.isgeneratorfunction(inspect.unwrap(method)) for method in methods)
-        length = None if multiplies else self._max_over_ranks(dataset().len_rank())
-        self._eval_loader = EvalLoader(lambda: get_loader(dataset()), length, self._ranks_with, world_size, split)
-        return self._eval_loader
-
-    # ---- checks
-
-    def _check_training(self) -> None:
-        if self.trainer is not None and self.trainer.overfit_batches > 0:
-            raise ValueError(
-                f"overfit_batches is {self.trainer.overfit_batches}, which cannot be had from an endless stream. Train "
-                "on a data set (or an energon subset of one) with that few samples instead."
-            )
-        workers = max(1, self.num_workers)
-        ranks = self._worker_config(0).world_size
-        require_samples(
-            self.path, "train", ranks * workers, f"{ranks} ranks x {workers} workers", "set num_workers lower"
-        )
-        warn_not_stateless(self.task_encoder)
-        dataset, pool = self._train_dataset(
-            WorkerConfig(rank=0, world_size=1, num_workers=1),
-            replace(self.settings, policy="none"),
-            PROBE_TOLERANCE if self.failure_tolerance is None else self.failure_tolerance,
-            shuffle_buffer_size=None,
-            packing_buffer_size=None if self.packing_buffer_size is None else min(self.packing_buffer_size, 16),
-        )
-        if self.resume == "exact" and not pool.dataset.can_restore_sample():
-            raise ValueError(
-                "resume is 'exact', but the encoder cannot restore its samples. Mark as @stateless: "
-                f"{', '.join(methods_not_stateless(self.task_encoder))}. Or set resume to 'approximate'."
-            )
-        probe(dataset, pool, f"{type(self.task_encoder).__qualname__} made no batch of the train split of {self.path}")
-
-    def _check_evaluation(self, split: str, *, required: bool) -> None:
-        if not required and self.trainer is not None and self.trainer.limit_val_batches == 0:
-            return
-        ranks = self._worker_config(0).world_size
-        try:
-            require_samples(self.val_path, split, ranks, f"{ranks} ranks", "set limit_val_batches to 0")
-        except NoSplitError:
-            if required or self.val_path != self.path:
-                raise
-
-    # ---- agreement between the ranks
-
-    def _reduce(self, value: float, reduce_op: str) -> float:
-        if self.trainer is None:
-            return value
-        strategy = self.trainer.strategy
-        tensor = torch.tensor(float(value), device=strategy.root_device, dtype=torch.float64)
-        return float(strategy.reduce(tensor, reduce_op=reduce_op))
-
-    def _ranks_with(self, something: bool) -> int:
-        # A mean, for under tensor parallelism several processes share a data rank.
-        return round(self._reduce(something, "mean") * self._worker_config(0).world_size)
-
-    def _max_over_ranks(self, value: int) -> int:
-        return round(self._reduce(value, "max"))
+        samples = split_size(self.path, "train")
+        if self.settings.max_tokens is None:
+            return max(1, samples // (world_size * (self.batch_size or 1)))
+        return max(1, int(samples / world_size * self._batches_per_sample()))

@@ -1,8 +1,8 @@
 """The length pool as an energon wrapper: draws slots from the pool, forms batches, tells its place.
 
-A batch is a SLOT: `batch_size` places of the pool's order. The order advances by slots and never by samples, so that
-one rank's bad sample does not shift that rank against the others: a sample that fails after the pool leaves its slot
-smaller, and a slot that is empty, or whose collate fails, takes the samples nearest in length instead.
+A batch is a SLOT: some places of the pool's order. The order advances by slots and never by samples, so that one rank's
+bad sample does not shift that rank against the others: a sample that fails after the pool leaves its slot smaller, and
+a slot that is empty, or whose collate fails, takes the samples nearest in cost instead.
 
 The place in the stream travels beside each batch to the main process. So saving needs no word from a worker: it works
 before the first batch, after the last, and with workers that are gone.
@@ -20,8 +20,10 @@ from megatron.energon.task_encoder.base import get_failure_tolerance
 from megatron.energon.wrappers.base import BaseWrapperDataset, SampleIndex
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from lightning_lengthpool.flush_pool import FlushPool
 from lightning_lengthpool.length import get_field
-from lightning_lengthpool.pool import Entry, LengthPool, PoolSettings, check_integer
+from lightning_lengthpool.pool import Entry, Pool, PoolSettings
+from lightning_lengthpool.stream_pool import StreamPool
 
 
 @dataclass
@@ -33,6 +35,8 @@ class PooledBatch:
         lengths: Tokens of each of its samples.
         place: The stream's place after this batch, counted from a snapshot.
         snapshot: That snapshot, if this is the first batch since it was taken; else it is that of the batch before.
+        missed: Whether the batch is not of the class that its slot was meant for.
+        warning: Something that the user should know, said in the main process.
     """
 
     batch: Any
@@ -40,6 +44,8 @@ class PooledBatch:
     __key__: list[str]
     place: dict[str, Any] = field(default_factory=dict)
     snapshot: dict[str, Any] | None = None
+    missed: bool = False
+    warning: str | None = None
     __restore_key__: tuple = field(default=())  # where energon's loader puts its own position
 
     def pin_memory(self) -> "PooledBatch":
@@ -53,7 +59,7 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
 
     Args:
         dataset: Encoded samples.
-        batch_size: Places a slot has; at least 1.
+        batch_size: Places a slot has, at least 1; with a budget, at most; None only with a budget.
         settings: The pool.
         batch: Collates a list of samples; None (with `batch_size` 1) yields the sample itself as the batch.
         encode_batch: Applied to the collated batch, if given.
@@ -69,7 +75,7 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
         self,
         dataset: SavableDataset,
         *,
-        batch_size: int,
+        batch_size: int | None,
         settings: PoolSettings,
         batch: Callable[[list[Any]], Any] | None,
         encode_batch: Callable[[Any], Any] | None = None,
@@ -78,13 +84,16 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
         worker_config: WorkerConfig,
     ) -> None:
         super().__init__(dataset, worker_config=worker_config)
-        check_integer("batch_size", batch_size, minimum=1)
+        settings.check_batch_size(batch_size)
         self.batch_size = batch_size
         self.settings = settings
         self.batch = batch
         self.encode_batch = encode_batch
         self.postencode = postencode
-        self.pool = LengthPool(dataset, settings)
+        is_stream = settings.policy == "stream" and settings.pool_size
+        self.pool: Pool = (
+            StreamPool(dataset, settings, batch_size) if is_stream else FlushPool(dataset, settings, batch_size or 1)
+        )
         #: Places from which this rank's workers go on, by logical worker; to be set before iteration starts.
         self.resume_from: dict[int, dict[str, Any]] = {}
         #: Whether what was left of the pool that was handed out cannot be re-read, and is lost.
@@ -115,28 +124,22 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
             batch.place = self._place()
             if sent is not self.pool.snapshot:
                 batch.snapshot = sent = self.pool.snapshot
+            batch.warning, self.pool.warning = self.pool.warning, None
             if self.drop_batches:
                 batch.batch = None
             yield batch
 
     def _next_batch(self, upstream: Iterator[Any]) -> PooledBatch | None:
         """Hand out the next slot; None at the end of a finite stream."""
-        slot: list[Entry] = []
-        wanted: list[float] = []  # the lengths that belong into this slot
-        for _ in range(self.batch_size):
-            if (place := self.pool.take_place(upstream)) is None:
-                break
-            entry, length = place
-            slot += [entry] if entry is not None else []
-            wanted.append(length)
+        if (slot := self.pool.take_slot(upstream)) is None:
+            return None
         self._slots += 1
-        while wanted:
-            if (batch := self._form_batch(slot)) is not None:
-                return batch
-            slot = [entry for length in wanted if (entry := self.pool.take_nearest(upstream, length)) is not None]
-            if not slot:
-                break
-        return None
+        entries = slot.entries
+        while (batch := self._form_batch(entries)) is None:
+            if not (entries := self.pool.take_nearest(upstream, slot)):
+                return None
+        batch.missed = slot.missed
+        return batch
 
     def _place(self) -> dict[str, Any]:
         indices = [getattr(self, name).save_state() for name in self._indices]
@@ -186,19 +189,27 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
         return []
 
     def len_worker(self, worker_idx: int | None = None) -> int:
-        return math.ceil(self.dataset.len_worker(worker_idx) / self.batch_size)
+        return math.ceil(self.dataset.len_worker(worker_idx) / (self.batch_size or 1))
 
     def can_restore_sample(self) -> bool:
         return False  # a batch is restored through the pool's state, not by a key of its own
 
     def config(self) -> dict[str, Any]:
-        functions = {"length_fn": self.settings.length_fn, "batch": self.batch}
+        functions = {
+            "length_fn": self.settings.length_fn,
+            "class_fn": self.settings.class_fn,
+            "batch": self.batch,
+        }
         return {
             "type": type(self).__qualname__,
             "batch_size": self.batch_size,
             "pool_size": self.settings.pool_size,
             "policy": self.settings.policy,
             "seed": self.settings.seed,
+            "cost": None if self.settings.cost is None else self.settings.cost.fingerprint(),
+            "max_tokens": self.settings.max_tokens,
+            "over_budget": self.settings.over_budget,
+            "class_shares": self.settings.class_shares,
             **{name: None if fn is None else self._function_config(fn) for name, fn in functions.items()},
             "worker_config": self.worker_config.config(),
             "dataset": self.dataset.config(),

@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from lightning_lengthpool import cost
 from lightning_lengthpool.causes import Summary
 from lightning_lengthpool.distribution import non_iid
-from lightning_lengthpool.order import POLICIES
 from lightning_lengthpool.simulate import simulate
 
 Array = NDArray[np.float64]
@@ -41,15 +40,14 @@ def findings(
         hosts: The host of each rank, in the order of `summary.ranks`.
         lengths: For each rank the lengths of samples that it has seen, in tokens; without them no pool size can be
             recommended by its predicted effect.
-        settings: The data module's `policy`, `pool_size`, `batch_size` and `num_workers`; empty for another one, which
-            is taken to have no pool, and batches of as many samples as there were on average.
+        settings: The data module's `policy`, `pool_size`, `batch_size`, `num_workers` and, if it has one, `max_tokens`;
+            empty for another one, which is taken to have no pool, and batches of as many samples as there were on
+            average.
 
     Returns:
         Plain sentences without a full stop.
     """
-    settings = {"batch_size": None} | dict(settings or {})
-    if settings["batch_size"] is None:
-        settings["batch_size"] = max(1, round(np.nan_to_num(summary.samples, nan=1.0)))
+    settings = dict(settings or {}) | {"samples": max(1, round(np.nan_to_num(summary.samples, nan=1.0)))}
     if math.isnan(summary.idle):
         return ["no step was measured"]
     found: list[tuple[float, str]] = []
@@ -162,30 +160,39 @@ def _lengths_sentence(summary: Summary, lengths: Sequence[Array] | None, setting
     pooled = policy != "none" and pool_size > 0
     if lengths is None:
         return start + (f"raise pool_size (it is {pool_size})" if pooled else "switch the pool on, e.g. pool_size 1000")
+    present = _predict(summary, lengths, settings, policy if pooled else "none", pool_size)
+    sizes = [size for size in POOL_SIZES if size >= _batch_size(settings)] or [10 * _batch_size(settings)]
     predicted = {
         (name, size): _predict(summary, lengths, settings, name, size)
-        for name in POLICIES
-        if name != "none"
-        for size in POOL_SIZES
+        for name in _candidates(settings)
+        for size in sizes
     }
-    least = min(predicted.values())
-    best = min(
-        (choice for choice in predicted if predicted[choice] <= least + WORTH), key=lambda c: (c[1], predicted[c])
-    )
-    present = _predict(summary, lengths, settings, policy if pooled else "none", pool_size)
-    if present - predicted[best] < WORTH:
+    least = min(choice.waste for choice in predicted.values())
+    good = [choice for choice in predicted if predicted[choice].waste <= least + WORTH]
+    # fewer changes first: the policy stays if it can
+    best = min([choice for choice in good if choice[0] == policy] or good, key=lambda c: (c[1], predicted[c].waste))
+    if present.waste - predicted[best].waste < WORTH:
         setting = f"policy {policy} with pool_size {pool_size}" if pooled else "no pool"
         return (
             f"{start}the present setting ({setting}) is already near the best that a pool can do here, about "
-            f"{_percent(present)} (predicted)"
+            f"{_percent(present.idle)} (predicted)"
         )
     change = "" if best[0] == policy and pooled else f"policy {best[0]} with "
-    return f"{start}{change}pool_size {best[1]} would leave about {_percent(predicted[best])} (predicted)"
+    padding = f" idle and {_percent(predicted[best].padding)} padding" if present.padding >= WORTH else ""
+    return f"{start}{change}pool_size {best[1]} would leave about {_percent(predicted[best].idle)}{padding} (predicted)"
+
+
+def _candidates(settings: Mapping[str, Any]) -> list[str]:
+    """The policies that may be recommended."""
+    if settings.get("max_tokens") is not None:
+        return ["stream"]
+    # with one sample a batch 'blocks' is 'pool' by another name
+    return ["pool", "stream"] if _batch_size(settings) == 1 else ["pool", "blocks", "stream"]
 
 
 def _distribution(summary: Summary, lengths: Sequence[Array], settings: Mapping[str, Any]) -> tuple[float, str] | None:
     """What it costs that the ranks' lengths are distributed differently, if they are."""
-    batch_size, rng = settings["batch_size"], np.random.default_rng(0)
+    batch_size, rng = _batch_size(settings), np.random.default_rng(0)
     # each sample once: samples drawn again and again would make chance differences look certain
     batches = min(len(own) for own in lengths) // batch_size
     if not batches:
@@ -202,18 +209,42 @@ def _distribution(summary: Summary, lengths: Sequence[Array], settings: Mapping[
     )
 
 
+class _Prediction(NamedTuple):
+    """Fractions that lengths alone would cause."""
+
+    idle: float
+    padding: float
+
+    @property
+    def waste(self) -> float:
+        return 1 - (1 - self.idle) * (1 - self.padding)
+
+
+def _batch_size(settings: Mapping[str, Any]) -> int:
+    return int(settings.get("batch_size") or settings["samples"])
+
+
 def _predict(
     summary: Summary, lengths: Sequence[Array], settings: Mapping[str, Any], policy: str, pool_size: int
-) -> float:
-    """The idle fraction that lengths alone would cause."""
-    batch_size = settings["batch_size"]
+) -> _Prediction:
+    max_tokens = settings.get("max_tokens") if policy == "stream" and pool_size else None
+    batch_size = settings.get("batch_size") if max_tokens is not None else _batch_size(settings)
     micro_batches = max(1, round(summary.micro_batches))
-    # one largest pool or more; of few ranks more, for they leave more to chance
-    samples = max(max(POOL_SIZES), min(12_000, 200_000 // len(lengths)))
-    steps = max(1, samples // (batch_size * micro_batches))
-    _, padded, longest = simulate(lengths, policy, pool_size, batch_size, steps * micro_batches)
-    costs = _costs(summary, padded, longest)
-    return cost.idle_fraction(costs.reshape(steps, micro_batches, -1).sum(axis=1))
+    samples_per_step = _batch_size(settings) * micro_batches
+    if max_tokens is not None:
+        samples_per_step = max(1, round(max_tokens / np.concatenate(lengths).mean())) * micro_batches
+    if policy == "stream":  # slower to simulate, and no pools that would have to be whole
+        samples = max(300, min(12_000, 40_000 // len(lengths)))
+    else:
+        # one largest pool or more; of few ranks more, for they leave more to chance
+        samples = max(max(POOL_SIZES), min(12_000, 200_000 // len(lengths)))
+    steps = max(1, samples // samples_per_step)
+    result = simulate(lengths, policy, pool_size, batch_size, steps * micro_batches, max_tokens=max_tokens)
+    costs = _costs(summary, result.padded, result.longest)
+    return _Prediction(
+        cost.idle_fraction(costs.reshape(steps, micro_batches, -1).sum(axis=1)),
+        cost.padding_fraction(result.tokens, result.padded),
+    )
 
 
 def _costs(summary: Summary, padded: Array, longest: Array) -> Array:

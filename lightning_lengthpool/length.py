@@ -13,6 +13,12 @@ def get_field(sample: Any, name: str) -> Any:
     return sample.get(name) if isinstance(sample, dict) else getattr(sample, name, None)
 
 
+def field_names(sample: Any) -> str:
+    """List what a sample has, for an error."""
+    names = sorted(sample if isinstance(sample, dict) else getattr(sample, "__dict__", {}))
+    return ", ".join(map(repr, names)) or "no fields"
+
+
 def sample_length(sample: Any, length_fn: LengthFn | None = None) -> float:
     """Return a sample's length in tokens.
 
@@ -32,10 +38,9 @@ def sample_length(sample: Any, length_fn: LengthFn | None = None) -> float:
     elif (tokens := get_field(sample, "tokens")) is not None:
         value, origin = len(tokens), "len(tokens)"
     else:
-        names = sorted(sample if isinstance(sample, dict) else getattr(sample, "__dict__", {}))
         raise ValueError(
             f"sample {get_field(sample, '__key__')!r} ({type(sample).__name__}) has no length: it has neither "
-            f"'total_len' nor 'tokens', only {', '.join(map(repr, names)) or 'no fields'}. Let the encoder set one of "
+            f"'total_len' nor 'tokens', only {field_names(sample)}. Let the encoder set one of "
             "the two, or name a function with length_fn (in YAML: 'length_fn: my_package.my_length')."
         )
     if hasattr(value, "item"):  # a tensor or array of one number

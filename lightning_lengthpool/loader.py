@@ -4,8 +4,9 @@ import contextlib
 import itertools
 import math
 import time
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +24,13 @@ class BatchRecord(NamedTuple):
         lengths: Tokens of each of the batch's samples.
         fetch_started: `time.perf_counter()` when the training loop asked for the batch.
         data_seconds: Seconds that the loop then waited for it.
+        missed: Whether the batch is not of the class that its slot was meant for, of which this rank had too few.
     """
 
     lengths: tuple[float, ...]
     fetch_started: float
     data_seconds: float
+    missed: bool = False
 
 
 class Sources:
@@ -60,6 +63,11 @@ def shield_sources(batch: Any) -> Any:
     return batch
 
 
+def count_dropped(workers: Iterable[Mapping[str, Any] | None]) -> int:
+    """How many samples several workers have left out, as their places tell."""
+    return sum(state["place"]["pool"].get("dropped", 0) for state in workers if state is not None)
+
+
 class TrainLoader:
     """Cuts energon's endless stream into epochs of `length` batches, and knows its place in it.
 
@@ -82,6 +90,7 @@ class TrainLoader:
     ) -> None:
         self._loader = _pin_where_possible(loader)
         self._length = length
+        self._is_trial = pool.drop_batches
         self._stream: Iterator[Any] | None = None
         self._records: deque[BatchRecord] = deque(maxlen=1024)  # bounded, for nobody has to ask for them
         self._workers: list[dict[str, Any] | None] = [None] * max(1, loader.num_workers)
@@ -121,7 +130,7 @@ class TrainLoader:
         for position in range(start, self._length):
             started = time.perf_counter()
             pooled = next(self._stream)
-            self._records.append(BatchRecord(pooled.lengths, started, time.perf_counter() - started))
+            self._records.append(BatchRecord(pooled.lengths, started, time.perf_counter() - started, pooled.missed))
             self._follow(pooled)
             self._position = position + 1
             yield shield_sources(pooled.batch)
@@ -132,8 +141,17 @@ class TrainLoader:
         snapshot = pooled.snapshot
         if snapshot is None and (last := self._workers[worker]) is not None:
             snapshot = last["snapshot"]
+        dropped = count_dropped(self._workers)
         self._workers[worker] = {"snapshot": snapshot, "place": pooled.place}
         self._batches += 1
+        if not (dropped or self._is_trial) and count_dropped(self._workers):
+            warnings.warn(
+                "a sample that costs more than max_tokens was left out (over_budget is 'drop'), and more may follow: "
+                "the data module counts them in 'dropped'",
+                stacklevel=3,
+            )
+        if pooled.warning is not None:
+            warnings.warn(pooled.warning, stacklevel=3)
 
     def state(self) -> dict[str, Any]:
         """The place after the last batch that was yielded, plain; prefetched batches do not count."""

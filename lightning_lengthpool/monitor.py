@@ -170,13 +170,15 @@ class SyncMonitor(Callback):
         record = pop_record() if pop_record else None
         lengths = _checked(self.length_fn(batch), batch_idx) if self.length_fn else record.lengths
         self._lengths.add(lengths)
-        timing = (record.fetch_started, record.data_seconds) if record else self._fetches.last() or ()
+        known = self._fetches.last() or ()
+        if record:
+            known = (record.fetch_started, record.data_seconds, getattr(record, "missed", False))
         step = _step_number(trainer)
         if not self._training:  # not earlier, for only now a resumed loop has counted the step that its checkpoint ends
             self._training = True
             if self.journal is not None:
                 self.journal.start(step)
-        self._recorder.begin(step, lengths, *timing)
+        self._recorder.begin(step, lengths, *known)
         if self._hooks is not None:
             self._hooks.start_batch()
 

@@ -1,35 +1,56 @@
 """Policies: in which order the samples of a pool leave it.
 
-A policy is a pure function from the lengths of one pool to the order in which its samples leave. No rank goes in:
-every rank calls it with the same seed and the same position in its stream, so that the ranks' orders agree by
-relative place. What each policy trades away:
+Pure functions from the costs of the samples in one pool to which of them leave next. No rank goes in: every rank calls
+them with the same seed and the same position in its stream, so that the ranks' orders agree by relative place. What
+each policy trades away:
 
 `none`
     Samples pass through in the order in which they come. Fully random if the stream is, but every rank waits for
     the longest sample of all ranks at every step.
 `pool`
-    The pool is sorted by length and shuffled with a seed that all ranks share: at step t all ranks hand out the
-    sample of the same rank in length. Random over time; inside a batch of several samples lengths still differ.
+    The pool is sorted by cost and shuffled with a seed that all ranks share: at step t all ranks hand out the
+    sample of the same rank in cost. Random over time; inside a batch of several samples lengths still differ.
+`blocks`
+    The sorted pool is cut into blocks of one batch each, and the blocks are shuffled: as well synchronised, and
+    almost without padding. The samples of a batch are alike, so a batch says less about the data than a random one.
+`stream`
+    The pool is kept sorted and never flushed: at each step the shared random number names a block, which leaves as one
+    batch, and as many samples come in. No stall, and better synchronised than `blocks`, for a place is relative: ranks
+    whose pools differ in size still agree.
 
 Where the costs come from is not this module's business: a token count, an estimate or a cost model all serve.
 """
 
+import math
 import random
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-Policy = Callable[[Sequence[float], int, int, int], list[int]]
-"""`policy(lengths, pool_size, start, seed) -> order`, see `order_pool`."""
+import numpy as np
+from numpy.typing import NDArray
+
+T = TypeVar("T")
+Array = NDArray[np.float64]
+Policy = Callable[[Sequence[float], int, int, int, int], list[int]]
+"""`policy(costs, pool_size, start, seed, batch_size) -> order`, see `order_pool`."""
+
+OWN_PLACE = 0.2
+"""How far a block that aims at a shared target moves back towards the pool's own relative place.
+
+Without it (0) blocks follow the target exactly, and parts of the pool that the target misses would never leave.
+"""
 
 
-def order_none(lengths: Sequence[float], pool_size: int, start: int, seed: int) -> list[int]:
+def order_none(costs: Sequence[float], pool_size: int, start: int, seed: int, batch_size: int = 1) -> list[int]:
     """Leave the samples in the order in which they came; arguments as for `order_pool`."""
-    return list(range(len(lengths)))
+    return list(range(len(costs)))
 
 
-def order_pool(lengths: Sequence[float], pool_size: int, start: int, seed: int) -> list[int]:
-    """Order one pool by length and shuffle it with the random sequence that all ranks share.
+def order_pool(costs: Sequence[float], pool_size: int, start: int, seed: int, batch_size: int = 1) -> list[int]:
+    """Order one pool by cost and shuffle it with the random sequence that all ranks share.
 
-    A full pool (`len(lengths) == pool_size`) leaves in the reference order: a stable ascending sort by length, then
+    A full pool (`len(costs) == pool_size`) leaves in the reference order: a stable ascending sort by cost, then
     `random.Random(seed + i).shuffle`, with `i = start + pool_size - 1` the 0-based index of the pool's last sample in
     this worker's stream. The index goes on counting over epochs of the underlying data.
 
@@ -37,31 +58,49 @@ def order_pool(lengths: Sequence[float], pool_size: int, start: int, seed: int) 
     of samples would be an unrelated permutation, so a short pool is drawn by relative place instead: at each step all
     ranks draw the same `u` in [0, 1) from `random.Random(seed + i)` (`i` as if the pool were full, so that it is the
     same on all ranks) and hand out place `floor(u * n)` of the `n` samples that are left in sorted order. Ranks
-    whose last pools hold 90 and 100 samples then still see about the same length at each step, until the shorter
+    whose last pools hold 90 and 100 samples then still see about the same cost at each step, until the shorter
     pool is empty.
 
     Args:
-        lengths: Length (or any other cost) of each sample of the pool, in the order in which the samples came.
-        pool_size: Size of a full pool, at least `len(lengths)`.
+        costs: Cost (or length) of each sample of the pool, in the order in which the samples came.
+        pool_size: Size of a full pool, at least `len(costs)`.
         start: 0-based index of the pool's first sample in this worker's stream.
         seed: The seed that all ranks share.
+        batch_size: Samples of a batch; only `order_blocks` looks at it.
 
     Returns:
-        Positions in `lengths`, in the order in which the samples leave: a permutation of `range(len(lengths))`.
+        Positions in `costs`, in the order in which the samples leave: a permutation of `range(len(costs))`.
     """
-    by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
-    rng = random.Random(seed + start + pool_size - 1)
-    if len(by_length) == pool_size:
-        rng.shuffle(by_length)
-        return by_length
-    return [by_length.pop(int(rng.random() * len(by_length))) for _ in range(len(by_length))]
+    by_cost = sorted(range(len(costs)), key=costs.__getitem__)
+    return _shuffled(by_cost, len(costs) == pool_size, seed + start + pool_size - 1)
 
 
-POLICIES: dict[str, Policy] = {"none": order_none, "pool": order_pool}
+def order_blocks(costs: Sequence[float], pool_size: int, start: int, seed: int, batch_size: int = 1) -> list[int]:
+    """As `order_pool`, but the sorted pool is cut into blocks of `batch_size`, and the blocks are shuffled.
+
+    What does not fill a block are the cheapest samples; they leave last.
+    """
+    by_cost = sorted(range(len(costs)), key=costs.__getitem__)
+    rest = len(by_cost) % batch_size
+    blocks = [by_cost[place : place + batch_size] for place in range(rest, len(by_cost), batch_size)]
+    blocks = _shuffled(blocks, len(costs) == pool_size, seed + start + pool_size - 1)
+    return [index for block in (*blocks, by_cost[:rest]) for index in block]
 
 
-def get_policy(name: str) -> Policy:
-    """Return the policy called `name`.
+def _shuffled(items: list[T], is_full: bool, seed: int) -> list[T]:
+    rng = random.Random(seed)
+    if is_full:
+        rng.shuffle(items)
+        return items
+    return [items.pop(int(rng.random() * len(items))) for _ in range(len(items))]
+
+
+POLICIES: dict[str, Policy | None] = {"none": order_none, "pool": order_pool, "blocks": order_blocks, "stream": None}
+"""The policies that order a whole pool at once, by name; None for `stream`, see `stream_block`."""
+
+
+def get_policy(name: str) -> Policy | None:
+    """Return the policy called `name`, None for `stream`.
 
     Raises:
         ValueError: If there is no such policy; the message lists those that exist.
@@ -70,3 +109,159 @@ def get_policy(name: str) -> Policy:
         return POLICIES[name]
     except (KeyError, TypeError):
         raise ValueError(f"policy is {name!r}, expected one of: {', '.join(POLICIES)}") from None
+
+
+# ---- stream
+
+
+def stream_draw(seed: int, worker: int, slot: int) -> random.Random:
+    """The random sequence of one slot, the same on all ranks.
+
+    Args:
+        seed: The seed that all ranks share.
+        worker: Number of the worker within its rank: batch i of a rank comes from worker `i % workers`, so workers that
+            shared a sequence would make neighbouring batches alike.
+        slot: 0-based number of the batch in this worker's stream.
+    """
+    return random.Random(f"{seed}/{worker}/{slot}")  # a string is hashed: neighbouring slots have nothing in common
+
+
+def stream_block(costs: Sequence[float], u: float, batch_size: int, target: float | None = None) -> tuple[int, int]:
+    """Name the block of a sorted pool that leaves as the next batch.
+
+    Without a target the pool is cut into blocks of `batch_size`, and the block leaves in which the place `u n` of the
+    `n` samples lies, so every sample is as likely to leave, long or short. With one, the block is centred on
+    `k + 0.2 (u n - k)`, where `k` is the target's place among the samples: all ranks aim at the same cost, and the last
+    term keeps a pool from filling up with what the target misses.
+
+    Args:
+        costs: Of the pool's samples, ascending, at least one.
+        u: Shared random number in [0, 1).
+        batch_size: Samples of a batch; a pool that holds fewer leaves as a whole.
+        target: The cost that all ranks aim at: the u-quantile of costs that they share.
+
+    Returns:
+        The block as a slice `(start, stop)` of `costs`, of `batch_size` samples wherever the pool has as many.
+    """
+    n = len(costs)
+    size = min(batch_size, n)
+    if target is None:
+        rest = n % size  # what does not fill a block lies at the cheap end, and borrows from the block above
+        start = rest + math.floor((u * n - rest) / size) * size
+    else:
+        start = int(_towards(costs, u * n, target) - size / 2 + 0.5)
+    start = min(max(0, start), n - size)
+    return start, start + size
+
+
+def batch_shares(costs: Array, budget: float, batch_size: int | None = None) -> Array:
+    """The share of a batch that each sample takes up, if a batch of samples like it may cost `budget`.
+
+    Their sum says about how many batches the samples make.
+
+    Args:
+        costs: Of samples, shape `[samples]`.
+        budget: What a batch may cost, above 0; a dearer sample takes up a whole batch.
+        batch_size: Samples of a batch at most; None for no limit.
+
+    Returns:
+        Shape `[samples]`, each above 0 and at most 1.
+    """
+    most = max(1, len(costs)) if batch_size is None else batch_size
+    with np.errstate(divide="ignore", over="ignore"):
+        return 1.0 / np.clip(np.floor(budget / costs), 1.0, most)
+
+
+def budget_block(
+    costs: Array,
+    u: float,
+    budget: float,
+    batch_size: int | None = None,
+    target: float | None = None,
+    is_padded: bool = True,
+) -> tuple[int, int]:
+    """Name a block of a sorted pool that fills a budget, whatever the samples' own costs.
+
+    The shared random number names a place on the axis of cumulative `batch_shares`, and the batch is filled downward
+    from the sample there. Expensive samples are named more often and make small batches, so every sample is as likely
+    to leave. Where the cheapest samples do not fill the budget, the batch takes dearer ones.
+
+    Args:
+        costs: Of the pool's samples, ascending, at least one, shape `[samples]`.
+        u: Shared random number in [0, 1).
+        budget: What a batch costs at most; a dearer sample is a batch of its own.
+        batch_size: Samples of a batch at most; None for no limit.
+        target: As for `stream_block`; the quantile is then of cumulative shares.
+        is_padded: Whether a batch costs its samples times the dearest of them; else the sum of their costs.
+
+    Returns:
+        The block as a slice `(start, stop)` of `costs`.
+    """
+    cumulative = np.cumsum(batch_shares(costs, budget, batch_size))
+    top = min(int(np.searchsorted(cumulative, u * cumulative[-1], side="right")), len(costs) - 1)
+    if target is not None:
+        top = min(max(0, int(_towards(costs, top + 0.5, target))), len(costs) - 1)
+    return fill_budget(costs, top, budget, batch_size, is_padded)
+
+
+def fill_budget(
+    costs: Array, top: int, budget: float, batch_size: int | None = None, is_padded: bool = True
+) -> tuple[int, int]:
+    """Fill a budget downward from the sample `top`, and upward where there is nothing cheaper left.
+
+    Args:
+        costs: Of the pool's samples, ascending, shape `[samples]`.
+        top: The place of the dearest sample.
+        budget: As for `budget_block`, as are the other arguments.
+        batch_size: Samples of a batch at most; None for no limit.
+        is_padded: Whether a batch costs its samples times the dearest of them.
+
+    Returns:
+        The block as a slice `(start, stop)` of `costs`.
+    """
+    n, most = len(costs), len(costs) if batch_size is None else batch_size
+    cumulative = np.concatenate(([0.0], np.cumsum(costs)))
+
+    def start_of(last: int) -> int:
+        """Where a batch begins whose dearest sample is `last`; negative if it has room for cheaper ones than exist."""
+        if is_padded:
+            fits = int(budget // costs[last]) if costs[last] * most > budget else most
+        elif cumulative[last + 1] < budget:
+            fits = last + 2
+        else:
+            fits = last + 1 - int(np.searchsorted(cumulative, cumulative[last + 1] - budget, side="left"))
+        return last + 1 - max(1, min(fits, most))
+
+    while start_of(top) < 0 and top + 1 < n and start_of(top + 1) <= 0:
+        top += 1
+    return max(0, start_of(top)), top + 1
+
+
+def _towards(costs: Sequence[float] | Array, own: float, target: float) -> float:
+    """The place of `target` among sorted costs, moved towards the pool's `own` place."""
+    # of the places that have just this cost, the one nearest to the pool's own
+    place = min(max(own, bisect_left(costs, target)), bisect_right(costs, target))
+    return place + OWN_PLACE * (own - place)
+
+
+def stream_class(shares: Sequence[float], own: Sequence[float], u: float) -> int:
+    """Name the class that the next batch is drawn from.
+
+    All ranks draw from about the same probabilities, so that (nearly) all take the same class, corrected a little
+    towards what this rank's pool holds, so that over time each class leaves as it comes:
+    `p = shares + 0.2 (own - shares)`.
+
+    Args:
+        shares: Share of each class's batches that all ranks expect, adding up to 1.
+        own: The same of this rank's pool.
+        u: Shared random number in [0, 1).
+
+    Returns:
+        The index of a class, in the order of `shares`; this rank's pool may have none of it.
+    """
+    cumulative = 0.0
+    for index, (share, held) in enumerate(zip(shares, own, strict=True)):
+        cumulative += share + OWN_PLACE * (held - share)
+        if u < cumulative:
+            return index
+    return len(shares) - 1  # where rounding has left the sum below 1

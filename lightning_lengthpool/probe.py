@@ -15,7 +15,7 @@ PROBE_TOLERANCE = 20  # samples that may fail in a row: few enough to read their
 TIMEOUT = 600.0  # seconds; energon lets an encoder skip samples for ever
 
 
-def probe(dataset: Any, pool: LengthPoolDataset, complaint: str) -> None:
+def probe(dataset: Any, pool: LengthPoolDataset, complaint: str) -> dict[str, Any]:
     """Make one batch.
 
     It is made in a forked worker, for energon's `@stateless(restore_seeds=True)` keeps the seed of the first worker
@@ -26,6 +26,9 @@ def probe(dataset: Any, pool: LengthPoolDataset, complaint: str) -> None:
         pool: The length pool in it.
         complaint: The beginning of the error if no batch comes.
 
+    Returns:
+        The pool's snapshot.
+
     Raises:
         ValueError: If there is no batch in time. What the encoder raises comes through as it is.
     """
@@ -35,6 +38,7 @@ def probe(dataset: Any, pool: LengthPoolDataset, complaint: str) -> None:
     trial = TrainLoader(loader, pool, length=1)
     try:
         next(iter(trial))
+        return trial.state()["workers"][0]["snapshot"]
     except RuntimeError as error:
         if "timed out" not in str(error):
             raise

@@ -20,6 +20,7 @@ class _MicroBatch:
     lengths: tuple[float, ...]
     data_seconds: float
     began: float
+    missed: bool = False
     seconds: float = float("nan")
     started: Any = None
     last_gradient: Any = None
@@ -61,6 +62,7 @@ class StepRecorder:
         lengths: Sequence[float],
         fetch_started: float | None = None,
         data_seconds: float = float("nan"),
+        missed: bool = False,
     ) -> None:
         """Open a micro-batch.
 
@@ -69,12 +71,13 @@ class StepRecorder:
             lengths: Its samples' lengths in tokens.
             fetch_started: When fetching it began, on the clock. Default: now.
             data_seconds: Seconds spent waiting for it.
+            missed: Whether it is not of the class that was meant.
 
         A micro-batch begins where the previous one ended; after an `interrupt` when fetching it began.
         """
         began = self._clock() if fetch_started is None else max(fetch_started, self._last_end)
         began = self._last_end if self._in_a_row else began
-        self._open = _MicroBatch(step, tuple(map(float, lengths)), data_seconds, began)
+        self._open = _MicroBatch(step, tuple(map(float, lengths)), data_seconds, began, missed)
 
     def start_compute(self, collectives: int | None = 0) -> None:
         """Own compute begins; only the first call counts."""
@@ -161,7 +164,7 @@ class StepRecorder:
             wait = sum(self._elapsed(ended, waited) for _, ended, waited in micro.pieces)
         lengths = micro.lengths
         sizes = [len(lengths), sum(lengths), max(lengths, default=0.0), cost.padded_tokens(lengths)]
-        return [micro.step, rank, *sizes, micro.data_seconds, compute, wait, micro.seconds]
+        return [micro.step, rank, *sizes, micro.missed, micro.data_seconds, compute, wait, micro.seconds]
 
     def _mark(self, previous: Any = None) -> Any:
         """Mark this moment on the device's time line; `previous` is the mark that it replaces."""

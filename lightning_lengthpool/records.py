@@ -22,6 +22,7 @@ COLUMNS = (
     "tokens",
     "longest",
     "padded_tokens",
+    "misses",
     "data_seconds",
     "compute_seconds",
     "wait_seconds",
@@ -108,11 +109,12 @@ class RunTotals:
             left out of the compute figures), the fractions `idle_fraction_compute`, `idle_fraction_tokens`,
             `padding_fraction`, `useful_fraction`; `tokens_per_second` (all ranks) and `seconds_per_step`,
             both without the first step; `seconds_to_first_batch`; `data_wait_seconds`, the sum over steps of
-            the longest wait for data; and `ranks`, for each rank a dict of its sums and its `idle_fraction`.
+            the longest wait for data; `misses`, the batches of all ranks that are not of the class that was meant;
+            and `ranks`, for each rank a dict of its sums and its `idle_fraction`.
             NaN where nothing was measured.
         """
         if self._ranks is None:
-            return dict.fromkeys(SUMMARY, np.nan) | {"steps": 0, "compute_steps": 0, "ranks": []}
+            return dict.fromkeys(SUMMARY, np.nan) | {"steps": 0, "compute_steps": 0, "misses": 0, "ranks": []}
         own, count = self._own, len(self._ranks)
         idle_tokens = cost.rank_idle_fractions(own["padded_tokens"], self._slowest["padded_tokens"])
         idle_compute = np.full(count, np.nan)
@@ -131,6 +133,7 @@ class RunTotals:
             "seconds_per_step": seconds / timed_steps if timed_steps else np.nan,
             "seconds_to_first_batch": self._first_batch,
             "data_wait_seconds": self._slowest["data_seconds"],
+            "misses": int(own["misses"].sum()),
             "ranks": [
                 {
                     "rank": int(rank),

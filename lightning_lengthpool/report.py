@@ -109,11 +109,14 @@ def figure_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         "seconds_per_step": "without the first step",
         "data_wait_seconds": "slowest rank of each step",
     }
-    return [
+    rows = [
         (heading, _shown(name, summary[name]), notes.get(name, ""))
         for name, (heading, *_) in FIGURES.items()
         if name in summary
     ]
+    if summary["misses"]:
+        rows.append(("slots without their class", f"{summary['misses']:,}", "of all ranks; see class_shares"))
+    return rows
 
 
 def rank_rows(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]], int]:

@@ -86,10 +86,10 @@ def length_pool(
                 dataset.__class__ = _RestorablePacks
         return LengthPoolDataset(
             dataset,
-            batch_size=batch_size or 1,
+            batch_size=batch_size or (1 if settings.max_tokens is None else None),
             settings=settings,
             # As in energon: without a batch size a pack is the batch, and it is neither collated nor encoded.
-            batch=None if batch_size is None else self.batch,
+            batch=None if batch_size is None and settings.max_tokens is None else self.batch,
             encode_batch=self.encode_batch if self._is_overridden(self.encode_batch) else None,
             postencode=postencode,
             failure_tolerance=self.__default_failure_tolerance__,

@@ -32,6 +32,7 @@ def records(lengths, compute, data=0.0, step_seconds=None):
         "tokens": lengths,
         "longest": lengths,
         "padded_tokens": lengths,
+        "misses": 0.0,
         "data_seconds": data,
         "compute_seconds": compute,
         "wait_seconds": np.nan,

@@ -16,7 +16,12 @@ from ranks import run_ranks
 from torchmetrics import MeanMetric
 
 from lightning_lengthpool import LengthPoolDataModule, SyncMonitor
+from lightning_lengthpool.classes import packed_class
+from lightning_lengthpool.cli import parse_config
+from lightning_lengthpool.cost_models import PackedCost
+from lightning_lengthpool.pool import PoolWarmup
 
+CONFIGS = Path(__file__).parent.parent / "configs"
 RNG = random.Random(1)
 LENGTHS = [int(RNG.lognormvariate(5, 1)) for _ in range(120)]
 
@@ -224,6 +229,153 @@ def test_overfit_batches_is_named(dataset: Callable[..., Path], tmp_path: Path) 
         trainer(tmp_path, overfit_batches=3).fit(Recorder(), data(dataset(LENGTHS)))
 
 
+# ---- policy stream
+
+
+def test_a_token_budget_fills_batches_and_an_epoch_is_about_one_pass(dataset: Callable[..., Path]) -> None:
+    path = dataset(LENGTHS * 3, val=[5] * 3)
+    for settings in ({}, {"batch_size": 4}):
+        module = data(path, **({"batch_size": None} | settings), policy="stream", pool_size=80, max_tokens=1500)
+        module.setup("fit")
+        batches = [batch["lengths"] for batch in module.train_dataloader()]
+        assert all(len(lengths) * max(lengths) <= 1500 for lengths in batches)
+        assert sum(map(len, batches)) == pytest.approx(3 * len(LENGTHS), rel=0.15)
+        assert max(map(len, batches)) <= settings.get("batch_size", 99)
+    assert [len(batch["lengths"]) for batch in data(path, None, policy="stream", max_tokens=1500).val_dataloader()] == [
+        1
+    ] * 3
+
+
+def test_an_epoch_is_estimated_from_the_reference_if_there_is_one(dataset: Callable[..., Path], tmp_path: Path) -> None:
+    path, file = dataset(LENGTHS), tmp_path / "reference.csv"
+    file.write_text("tokens\n400\n400\n900\n")
+    module = data(path, None, policy="stream", max_tokens=1000, reference_lengths=file, over_budget="alone")
+    module.setup("fit")
+    assert len(module.train_dataloader()) == 120 * 2 // 3
+
+
+def test_samples_that_are_dropped_are_counted_with_a_warning(dataset: Callable[..., Path]) -> None:
+    path = dataset([10] * 95 + [99] * 5)
+    module = data(path, None, policy="stream", max_tokens=50, over_budget="drop", num_workers=1)
+    with pytest.warns(UserWarning, match="costs more than max_tokens was left out.*'dropped'"):
+        for _, _ in zip(range(30), module.train_dataloader(), strict=False):
+            pass
+    assert 0 < module.dropped <= 10
+    state = module.state_dict()
+    with pytest.warns(UserWarning, match=rf"^{module.dropped} samples of rank 0 cost more than max_tokens \(50\)"):
+        module.teardown("fit")
+    again = data(path, None, policy="stream", max_tokens=50, over_budget="drop", num_workers=1)
+    again.load_state_dict(state)
+    assert again.dropped == module.dropped
+
+
+def test_a_sample_over_the_budget_in_a_worker_is_named(dataset: Callable[..., Path]) -> None:
+    module = data(dataset([10] * 110 + [99]), 2, policy="stream", max_tokens=50, num_workers=1, virtual_epoch_length=99)
+    module.setup("fit")
+    with pytest.raises(
+        ValueError, match=r"sample 'train000110' costs 99, more than a whole batch may .max_tokens is 50"
+    ):
+        list(module.train_dataloader())
+    module.teardown("fit")
+    with pytest.raises(ValueError, match=r"sample 'train000003' costs 99"):
+        data(dataset([10, 10, 10, 99]), 2, policy="stream", max_tokens=50).setup("fit")  # at once, on all ranks
+
+
+def parity(sample: LengthSample) -> str:
+    return "odd" if sample.total_len % 2 else "even"
+
+
+def test_a_batch_holds_one_class_and_its_record_tells_a_miss(dataset: Callable[..., Path], tmp_path: Path) -> None:
+    lengths = [length - length % 2 + (index % 10 == 0) for index, length in enumerate(LENGTHS)]
+    file = tmp_path / "reference.csv"
+    file.write_text("tokens,class\n" + "".join(f"{n},{'odd' if n % 2 else 'even'}\n" for n in lengths))
+    missed = []
+    for settings in ({"class_shares": {"odd": 0.5, "even": 0.5}}, {"reference_lengths": file}):
+        module = data(dataset(lengths), 4, policy="stream", class_fn=parity, **settings)
+        module.setup("fit")
+        loader = module.train_dataloader()
+        for batch in loader:
+            assert len({length % 2 for length in batch["lengths"]}) == 1
+            missed.append(loader.pop_record().missed)
+    assert sum(missed[:30]) > sum(missed[30:]) and not all(missed)  # the file knows that one in ten is odd
+
+
+def test_an_unknown_class_shows_before_training(dataset: Callable[..., Path]) -> None:
+    module = data(dataset(LENGTHS), 2, policy="stream", class_fn=parity, class_shares={"odd": 1.0})
+    with pytest.raises(ValueError, match=r"sample 'train\d+' is of class 'even', which has no share: expected .*'odd'"):
+        module.setup("fit")
+
+
+def test_packs_and_single_samples_are_told_apart() -> None:
+    bounds = {"single": [None, [0, 5], torch.tensor([0, 5, 5])], "packed": [[0, 2, 5], torch.tensor([0, 2, 5, 5])]}
+    for kind, examples in bounds.items():
+        assert [packed_class({"cu_lengths": own}) for own in examples] == [kind] * len(examples)
+    module = data(Path("anywhere"), policy="stream", class_shares={"packed": 0.5, "single": 0.5})
+    assert module.settings.class_fn is packed_class and packed_class({}) == "single"
+
+
+def test_a_pool_that_is_not_like_its_reference_warns_in_the_main_process(
+    dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    file = tmp_path / "reference.csv"
+    file.write_text("tokens\n" + "\n".join(str(10 * length) for length in LENGTHS))
+    module = data(dataset(LENGTHS), policy="stream", reference_lengths=file, pool_size=60, num_workers=1)
+    with pytest.warns(UserWarning, match="pool of rank 0, worker 0, holds other lengths than reference_lengths says"):
+        next(iter(module.train_dataloader()))
+    module.teardown("fit")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "reference_lengths is '.*', but no file is there"),
+        ("", "has no column 'tokens'"),
+        ("length\n5\n", "has no column 'tokens'.*is 'length'"),
+        ("tokens\n", "has no lengths below its first line"),
+        ("tokens\n5\nfive\n", "line 3 of reference_lengths '.*' has the length 'five', expected a number"),
+        ("tokens\n5\n6\n-7\n", "line 4 of .* has the length -7, expected a finite number of at least 0"),
+        ("class,tokens\na\n", "line 2 of .* has the length None"),
+        ("tokens,class\n5,\n", "line 2 of .* names no class"),
+    ],
+)
+def test_a_wrong_file_of_lengths_is_named_with_the_line(
+    dataset: Callable[..., Path], tmp_path: Path, content: str | None, message: str
+) -> None:
+    if content is not None:
+        (tmp_path / "reference.csv").write_text(content)
+    module = data(dataset(LENGTHS), policy="stream", reference_lengths=tmp_path / "reference.csv")
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        module.setup("fit")
+
+
+def test_classes_and_costs_that_the_file_cannot_tell_are_named(dataset: Callable[..., Path], tmp_path: Path) -> None:
+    path, file = dataset(LENGTHS), tmp_path / "reference.csv"
+
+    def check(content: str, message: str, **settings: Any) -> None:
+        file.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            data(path, policy="stream", reference_lengths=file, **settings).setup("fit")
+
+    check("tokens\n5\n", "has no column 'class', but a batch is to hold one class", class_fn=parity)
+    shares = {"class_fn": parity, "class_shares": {"odd": 0.5, "even": 0.5}}
+    check("tokens,class\n5,odd\n", "class_shares names the classes even, odd, but .* has odd", **shares)
+    check("tokens\n5\n", "whose lengths have no cost by PackedCost.* Leave reference_lengths out", cost=PackedCost(k=9))
+
+
+def test_every_setting_can_be_had_from_yaml(tmp_path: Path) -> None:
+    (tmp_path / "more.yaml").write_text(
+        "data:\n  init_args:\n    policy: stream\n    max_tokens: 3000\n    batch_size: null\n    over_budget: drop\n"
+        "    cost:\n      class_path: lightning_lengthpool.cost_models.QuadraticCost\n      init_args: {k: 500}\n"
+        "    class_fn: lightning_lengthpool.classes.packed_class\n    class_shares: {packed: 0.25, single: 0.75}\n"
+        "    reference_lengths: lengths.csv\n    pool_warmup: {initial: 10, flushes: 3}\n"
+    )
+    config = parse_config([CONFIGS / "demo.yaml", tmp_path / "more.yaml"])
+    settings = config.data.init_args
+    assert settings.cost.class_path == "lightning_lengthpool.cost_models.QuadraticCost"
+    assert settings.class_shares == {"packed": 0.25, "single": 0.75} and settings.max_tokens == 3000
+    assert settings.pool_warmup.initial == 10
+
+
 # ---- two ranks
 
 
@@ -289,6 +441,31 @@ def setup_fails_on_rank_one(path: str, folder: str, setting: str) -> str:
     return "no error"
 
 
+def fit_with_own_reference(path: str, folder: str) -> str:
+    """Rank 1 has another file."""
+    file = Path(folder) / f"reference{os.environ['RANK']}.csv"
+    file.write_text("tokens\n" + "\n".join(map(str, LENGTHS[int(os.environ["RANK"]) :])))
+    module = data(Path(path), policy="stream", reference_lengths=file)
+    try:
+        trainer(Path(folder), devices=2, strategy="ddp", max_steps=1).fit(Recorder(), module)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_reference_that_differs_on_one_rank_is_an_error_on_all(dataset: Callable[..., Path], tmp_path: Path) -> None:
+    messages = run_ranks(fit_with_own_reference, 2, path=str(dataset(LENGTHS)), folder=str(tmp_path))
+    assert all("reference_lengths is" in message and "differs between the ranks" in message for message in messages)
+    assert "120 lengths" in messages[0] and "119 lengths" in messages[1]
+
+
+def test_two_ranks_train_on_a_budget(dataset: Callable[..., Path], tmp_path: Path) -> None:
+    settings = {"batch_size": None, "policy": "stream", "max_tokens": 2500, "num_workers": 1}
+    path = dataset(LENGTHS, val=[5] * 4)
+    ranks = run_ranks(fit_two_ranks, 2, path=str(path), folder=str(tmp_path), **settings)
+    assert [len(rank["train"]) for rank in ranks] == [8, 8]
+
+
 @pytest.mark.parametrize("setting", ["path", "val_path"])
 def test_a_rank_that_cannot_be_set_up_ends_the_others_too(
     dataset: Callable[..., Path], tmp_path: Path, setting: str
@@ -309,7 +486,14 @@ def test_a_rank_that_cannot_be_set_up_ends_the_others_too(
         ({"policy": "sorted"}, "policy is 'sorted', expected one of: none, pool"),
         ({"batch_size": 0}, "batch_size is 0, expected an integer of at least 1"),
         ({"batch_size": True}, "batch_size is True, expected an integer"),
-        ({"batch_size": None}, "batch_size is None, which works only with packing"),
+        ({"batch_size": None}, "batch_size is None, which works only with packing.*or with max_tokens"),
+        ({"policy": "blocks", "max_tokens": 9}, "max_tokens is 9 with policy 'blocks'.*Set policy to 'stream'"),
+        ({"reference_lengths": "a.csv"}, "reference_lengths is 'a.csv' with policy 'pool'.*Set policy to 'stream'"),
+        ({"class_fn": len}, "class_fn is .* with policy 'pool'"),
+        ({"class_shares": {"a": 1}}, "class_fn is .*packed_class.* with policy 'pool'"),
+        ({"policy": "stream", "class_fn": len}, "class_fn is set, but nothing tells how many batches each class has"),
+        ({"policy": "blocks", "pool_size": 1}, "pool_size is 1, less than batch_size 2"),
+        ({"pool_warmup": PoolWarmup(99, 2)}, "pool_warmup is PoolWarmup.*initial is at most pool_size"),
         ({"num_workers": -2}, "num_workers is -2, expected an integer of at least 0"),
         ({"val_batch_size": 0}, "val_batch_size is 0"),
         ({"virtual_epoch_length": 0}, "virtual_epoch_length is 0"),

@@ -19,10 +19,13 @@ from megatron.energon import (
     stateless,
 )
 from test_order import reference_stream
+from test_stream import blocks, parity
 
 from lightning_lengthpool.dataset import LengthPoolDataset, PooledBatch
 from lightning_lengthpool.loader import TrainLoader
+from lightning_lengthpool.order import order_blocks
 from lightning_lengthpool.pool import PoolSettings
+from lightning_lengthpool.stream import Reference
 from lightning_lengthpool.task_encoder import length_pool
 
 CONFIG = WorkerConfig(rank=0, world_size=1, num_workers=0)
@@ -94,13 +97,50 @@ def test_a_pool_that_is_switched_off_leaves_the_order_alone(off: dict) -> None:
     assert keys(pooled(lognormal(50), batch_size=3, **off)) == list(range(50))
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 50), max_size=80), st.integers(0, 30), st.integers(1, 9))
-def test_every_sample_leaves_once_in_full_batches(lengths: list[int], pool_size: int, batch_size: int) -> None:
-    out = batches(pooled(lengths, pool_size=pool_size, batch_size=batch_size))
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from(["pool", "blocks", "stream"]),
+    st.lists(st.integers(0, 50), max_size=80),
+    st.integers(0, 30),
+    st.integers(1, 9),
+)
+def test_every_sample_leaves_once_in_full_batches(
+    policy: str, lengths: list[int], pool_size: int, batch_size: int
+) -> None:
+    if policy != "pool" and pool_size:
+        pool_size = max(pool_size, batch_size)
+    out = batches(pooled(lengths, pool_size=pool_size, batch_size=batch_size, policy=policy))
     assert sorted(int(key) for batch in out for key in batch.__key__) == list(range(len(lengths)))
     assert all(len(batch.batch) == batch_size for batch in out[:-1])
     assert all(batch.lengths == tuple(lengths[int(key)] for key in batch.__key__) for batch in out)
+
+
+def test_blocks_leave_as_the_pure_policy_says() -> None:
+    lengths = lognormal(600)
+    expected = [
+        start + i for start in range(0, 600, 100) for i in order_blocks(lengths[start : start + 100], 100, start, 42, 4)
+    ]
+    assert keys(pooled(lengths, pool_size=103, batch_size=4, policy="blocks")) == expected
+
+
+def test_a_stream_leaves_as_the_pure_pool_says() -> None:
+    lengths = lognormal(600)
+    out = [[int(key) for key in batch.__key__] for batch in batches(streamed(lengths, pool_size=103, batch_size=4))]
+    assert out == [block.numbers for block, _ in blocks(lengths, 100, batch_size=4)]
+
+
+def streamed(lengths: list[int], **settings: Any) -> LengthPoolDataset:
+    return pooled(lengths, policy="stream", **settings)
+
+
+def test_a_stream_holds_its_pool_and_no_more() -> None:
+    dataset = streamed(lognormal(400), pool_size=100, batch_size=4)
+    CONFIG.worker_activate(0)
+    try:
+        for step, _ in zip(range(1, 90), iter(dataset), strict=False):
+            assert dataset.dataset.read == min(400, 96 + 4 * step)
+    finally:
+        CONFIG.worker_deactivate()
 
 
 def test_the_next_pool_fills_while_one_is_handed_out() -> None:
@@ -152,15 +192,46 @@ def test_each_ranks_pool_holds_exactly_its_own_samples(dataset: Callable[..., Pa
     assert len(seen) == len(set(seen)) > 0
 
 
+@pytest.mark.parametrize(("num_workers", "policy"), [(0, "blocks"), (0, "stream"), (2, "stream")])
+def test_four_ranks_see_blocks_of_the_same_relative_place(
+    dataset: Callable[..., Path], num_workers: int, policy: str
+) -> None:
+    path = dataset(lognormal(1200), shards=8)
+
+    def stream(rank: int) -> list[float]:
+        encoder = LengthEncoder()
+        with length_pool(encoder, PoolSettings(pool_size=120, policy=policy)):
+            data = get_train_dataset(
+                path,
+                worker_config=WorkerConfig(rank=rank, world_size=4, num_workers=num_workers),
+                batch_size=4,
+                shuffle_buffer_size=None,
+                max_samples_per_sequence=None,
+                task_encoder=encoder,
+            )
+        loader = TrainLoader(get_savable_loader(data, gc_collect_every_n_steps=0), data, 80)
+        try:
+            return [float(np.mean(batch["lengths"])) for batch in loader]
+        finally:
+            loader.close()
+
+    ranks = np.log([stream(rank) for rank in range(4)])
+    assert np.corrcoef(ranks).min() > 0.93
+    assert np.corrcoef(ranks[0], ranks[1][::-1])[0, 1] < 0.3
+
+
 # ---- slots and bad samples
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_a_sample_that_never_comes_does_not_shift_a_rank_against_the_others(batch_size: int) -> None:
+@pytest.mark.parametrize(
+    ("policy", "batch_size"), [("pool", 1), ("pool", 3), ("blocks", 3), ("stream", 1), ("stream", 3)]
+)
+def test_a_sample_that_never_comes_does_not_shift_a_rank_against_the_others(policy: str, batch_size: int) -> None:
     """One rank's encoder skips a sample: its orders stay those of the ranks that have all of theirs."""
     lengths = lognormal(900)
+    settings = {"pool_size": 90, "batch_size": batch_size, "policy": policy}
     ours, theirs = (
-        [np.log(sum(batch.lengths)) for batch in batches(pooled(stream, pool_size=90, batch_size=batch_size))]
+        [np.log(sum(batch.lengths)) for batch in batches(pooled(stream, **settings))]
         for stream in (lengths[:3] + lengths[4:], lengths)
     )
     steps = 810 // batch_size  # nine of the ten pools; the last one of the short rank is not full
@@ -177,11 +248,12 @@ def failing(bad: set[str], error: type[Exception]) -> Callable[[dict], dict]:
 
 
 @pytest.mark.parametrize("error", [SkipSample, ValueError])
-def test_a_sample_that_fails_after_the_pool_leaves_its_slot_smaller(error: type[Exception]) -> None:
-    lengths = lognormal(200)
-    good = batches(pooled(lengths, pool_size=50, batch_size=5))
+@pytest.mark.parametrize("policy", ["pool", "blocks", "stream"])
+def test_a_sample_that_fails_after_the_pool_leaves_its_slot_smaller(policy: str, error: type[Exception]) -> None:
+    lengths, settings = lognormal(200), {"pool_size": 50, "batch_size": 5, "policy": policy}
+    good = batches(pooled(lengths, **settings))
     bad = good[7].__key__[2]
-    out = batches(pooled(lengths, pool_size=50, batch_size=5, postencode=failing({bad}, error)))
+    out = batches(pooled(lengths, **settings, postencode=failing({bad}, error)))
     assert [b.__key__ for b in out] == [[k for k in b.__key__ if k != bad] for b in good]
 
 
@@ -202,9 +274,24 @@ def test_an_empty_slot_takes_the_nearest_length_and_shifts_nothing(place: int) -
     assert np.corrcoef(ours[:250], theirs[:250])[0, 1] > 0.9
 
 
-def test_a_failed_collate_uses_its_slot_up() -> None:
-    lengths = lognormal(200)
-    good = batches(pooled(lengths, pool_size=50, batch_size=5))
+@pytest.mark.parametrize("bad", range(0, 60, 7))
+def test_an_empty_slot_of_a_stream_takes_the_nearest_length_and_shifts_nothing(bad: int) -> None:
+    lengths = lognormal(300)
+    good = batches(streamed(lengths, pool_size=50))
+    lost = good[bad].__key__[0]
+    out = batches(streamed(lengths, pool_size=50, postencode=failing({lost}, ValueError)))
+    assert sorted(key for b in out for key in b.__key__) == sorted(str(i) for i in range(300) if str(i) != lost)
+    ours, theirs = (np.log([b.lengths[0] for b in stream[: len(out)]]) for stream in (out, good))
+    held = set(range(50 + bad)) - {int(key) for b in out[:bad] for key in b.__key__} - {int(lost)}
+    want = lengths[int(lost)]
+    assert abs(out[bad].lengths[0] - want) == min(abs(lengths[number] - want) for number in held)
+    assert np.corrcoef(ours[:250], theirs[:250])[0, 1] > 0.95
+
+
+@pytest.mark.parametrize("policy", ["pool", "blocks", "stream"])
+def test_a_failed_collate_uses_its_slot_up(policy: str) -> None:
+    lengths, settings = lognormal(200), {"pool_size": 50, "batch_size": 5, "policy": policy}
+    good = batches(pooled(lengths, **settings))
     bad = good[3].__key__[0]
 
     def collate(samples: list[dict]) -> list[dict]:
@@ -212,12 +299,12 @@ def test_a_failed_collate_uses_its_slot_up() -> None:
             raise ValueError("planted")
         return samples
 
-    out = batches(pooled(lengths, pool_size=50, batch_size=5, batch=collate))
+    out = batches(pooled(lengths, **settings, batch=collate))
     lost = set(good[3].__key__)
     assert sorted(key for b in out for key in b.__key__) == sorted(str(i) for i in range(200) if str(i) not in lost)
     assert [b.__key__ for b in out[:3]] == [b.__key__ for b in good[:3]]
     assert len(out[3].__key__) == 5
-    assert np.corrcoef(sorted(out[3].lengths), sorted(good[3].lengths))[0, 1] > 0.9
+    assert abs(np.log(np.mean(out[3].lengths)) - np.log(np.mean(good[3].lengths))) < 0.3
 
 
 def test_too_many_failures_in_a_row_end_the_iteration() -> None:
@@ -263,6 +350,85 @@ def test_a_bad_length_ends_the_iteration() -> None:
         batches(pooled([5, 4, 3, -2, 5], pool_size=5))
 
 
+# ---- policy stream: budget, classes, reference
+
+
+@pytest.mark.parametrize("over_budget", ["alone", "drop"])
+@pytest.mark.parametrize("batch_size", [None, 6])
+def test_batches_hold_what_fits(over_budget: str, batch_size: int | None) -> None:
+    lengths = lognormal(500)
+    dear = {str(i) for i, length in enumerate(lengths) if length > 2000}
+    dataset = streamed(lengths, pool_size=60, batch_size=batch_size, max_tokens=2000, over_budget=over_budget)
+    out = batches(dataset)
+    found = sorted(key for batch in out for key in batch.__key__)
+    assert found == sorted(str(i) for i in range(500) if over_budget == "alone" or str(i) not in dear)
+    for batch in out:
+        assert len(batch.lengths) <= (batch_size or 500)
+        assert len(batch.lengths) * max(batch.lengths) <= 2000 or (len(batch.lengths) == 1 and batch.__key__[0] in dear)
+    assert out[-1].place["pool"]["dropped"] == (len(dear) if over_budget == "drop" else 0) != len(out)
+    assert len(dear) > 5
+
+
+def test_a_sample_over_the_budget_is_named_with_the_ways_out() -> None:
+    message = r"sample '3' costs 30, more than a whole batch may \(max_tokens is 20\).*Raise.*'alone'.*'drop'"
+    with pytest.raises(ValueError, match=message):
+        batches(streamed([5, 5, 5, 30, 5], pool_size=5, batch_size=None, max_tokens=20))
+
+
+def test_a_budget_that_no_sample_fits_is_an_error_at_last() -> None:
+    with pytest.raises(ValueError, match="1000 samples in a row cost more than .*max_tokens is 20.*'1000'.*of 30"):
+        batches(streamed([5] + [30] * 1100, pool_size=5, batch_size=None, max_tokens=20, over_budget="drop"))
+
+
+def test_a_failed_batch_is_replaced_within_the_budget() -> None:
+    lengths = [min(length, 2000) for length in lognormal(300)]
+    good = batches(streamed(lengths, pool_size=60, batch_size=None, max_tokens=2000))
+    bad = set(good[4].__key__)
+    out = batches(
+        streamed(lengths, pool_size=60, batch_size=None, max_tokens=2000, postencode=failing(bad, ValueError))
+    )
+    assert sorted(key for b in out for key in b.__key__) == sorted(str(i) for i in range(300) if str(i) not in bad)
+    assert all(len(batch.lengths) * max(batch.lengths) <= 2000 for batch in out)
+
+
+def by_parity(sample: dict) -> str:
+    return parity(sample["total_len"])
+
+
+def test_a_batch_holds_one_class_also_after_a_failure() -> None:
+    lengths = lognormal(400)
+    settings = {"pool_size": 60, "batch_size": 4, "class_fn": by_parity, "class_shares": {"odd": 0.5, "even": 0.5}}
+    bad = {str(i) for i in range(0, 400, 3)}
+    out = batches(streamed(lengths, **settings, postencode=failing(bad, SkipSample)))
+    assert all(len({parity(length) for length in batch.lengths}) == 1 for batch in out)
+    assert sorted(key for b in out for key in b.__key__) == sorted(str(i) for i in range(400) if str(i) not in bad)
+    assert {batch.missed for batch in out} == {False, True}  # at the end one class runs out
+
+
+@pytest.mark.parametrize("kind", ["both", 3, None])
+def test_a_class_without_a_share_is_named_with_the_sample(kind: Any) -> None:
+    settings = {"class_fn": lambda sample: kind, "class_shares": {"odd": 0.5, "even": 0.5}}
+    with pytest.raises(
+        ValueError, match=rf"sample '0' is of class {kind!r}, which has no share: expected .*'even', 'odd'"
+    ):
+        batches(streamed([4, 5], pool_size=2, **settings))
+
+
+def test_a_pool_that_drifts_from_its_reference_says_so_once() -> None:
+    lengths = lognormal(2500)
+    right, wrong = (
+        Reference({None: lognormal(2000, seed=5)}),
+        Reference({None: [2 * n for n in lognormal(2000, seed=5)]}),
+    )
+    settings = {"pool_size": 200, "batch_size": 4}
+    for reference, warnings in ((right, 0), (wrong, 1)):
+        found = [
+            batch.warning for batch in batches(streamed(lengths, reference=reference, **settings)) if batch.warning
+        ]
+        assert len(found) == warnings
+    assert "pool of rank 0, worker 0, holds other lengths than reference_lengths says" in found[0]
+
+
 # ---- settings
 
 
@@ -270,13 +436,3 @@ def test_a_bad_length_ends_the_iteration() -> None:
 def test_a_wrong_pool_size_is_named(pool_size: Any) -> None:
     with pytest.raises(ValueError, match="pool_size is .*expected an integer of at least 0"):
         PoolSettings(pool_size=pool_size)
-
-
-def test_a_wrong_policy_is_named() -> None:
-    with pytest.raises(ValueError, match="policy is 'pools', expected one of: none, pool"):
-        PoolSettings(policy="pools")
-
-
-def test_a_wrong_length_fn_is_named() -> None:
-    with pytest.raises(ValueError, match="length_fn is 3, expected a callable"):
-        PoolSettings(length_fn=3)  # type: ignore[arg-type]

@@ -68,16 +68,52 @@ def predicted(sentence):
     return float(re.search(r"about (\d+) % \(predicted\)$", sentence)[1]) / 100
 
 
+def simulated_idle(lengths, policy, pool_size, batch_size=1):
+    pooled = [np.concatenate(lengths)] * len(lengths)
+    return cost.idle_fraction(simulate(pooled, policy, pool_size, batch_size, 10_000 // batch_size).padded)
+
+
 def test_lengths_with_a_prediction():
     lengths = heavy_tailed()
     (sentence,) = findings(summary(lengths=0.41), lengths=lengths, settings=SETTINGS | {"policy": "none"})
-    assert sentence.startswith("lengths cause 41 % idle: policy pool with pool_size 1000 would leave about ")
-    pooled = [np.concatenate(lengths)] * 4
-    idle = {size: cost.idle_fraction(simulate(pooled, "pool", size, 1, 12_000)[1]) for size in POOL_SIZES}
-    assert predicted(sentence) == pytest.approx(idle[1000], abs=0.005)
-    assert idle[1000] <= idle[3000] + 0.01 < idle[300]
+    assert sentence.startswith("lengths cause 41 % idle: policy stream with pool_size 1000 would leave about ")
+    idle = {size: simulated_idle(lengths, "stream", size) for size in POOL_SIZES}
+    assert predicted(sentence) == pytest.approx(idle[1000], abs=0.006)
+    assert idle[1000] <= idle[3000] + 0.02 < idle[300]
     other = sentence.replace("idle: ", "idle: with LengthPoolDataModule, ")
     assert findings(summary(lengths=0.41), lengths=lengths) == [other]  # any other data module has no pool
+
+
+def test_the_policy_stays_if_it_is_about_as_good():
+    lengths = heavy_tailed()
+    (sentence,) = findings(summary(lengths=0.2), lengths=lengths, settings=SETTINGS | {"pool_size": 100})
+    assert sentence.startswith("lengths cause 20 % idle: pool_size 1000 would leave about ")
+    assert predicted(sentence) == pytest.approx(simulated_idle(lengths, "pool", 1000), abs=0.006)
+
+
+def test_padding_counts_as_well():
+    settings = SETTINGS | {"batch_size": 8}
+    (sentence,) = findings(summary(lengths=0.06), lengths=heavy_tailed(), settings=settings)
+    assert re.fullmatch(
+        r"lengths cause 6 % idle: policy (blocks|stream) with pool_size \d+ would leave about \d % idle and [0-2] % "
+        r"padding \(predicted\)",
+        sentence,
+    )
+    (sentence,) = findings(summary(lengths=0.06), lengths=heavy_tailed(), settings=settings | {"policy": "blocks"})
+    assert "the present setting (policy blocks with pool_size 1000) is already near the best" in sentence
+
+
+def test_batches_larger_than_the_pools_that_are_tried():
+    (sentence,) = findings(summary(lengths=0.06), lengths=heavy_tailed(), settings=SETTINGS | {"batch_size": 200})
+    assert re.search("pool_size (1000|3000) would leave", sentence)
+
+
+def test_a_token_budget():
+    settings = SETTINGS | {"policy": "stream", "batch_size": None, "max_tokens": 3000.0}
+    (sentence,) = findings(summary(lengths=0.06), lengths=heavy_tailed(), settings=settings)
+    assert "the present setting (policy stream with pool_size 1000) is already near the best" in sentence
+    (sentence,) = findings(summary(lengths=0.2), lengths=heavy_tailed(), settings=settings | {"pool_size": 20})
+    assert sentence.startswith("lengths cause 20 % idle: pool_size ")
 
 
 def test_raising_a_small_pool():

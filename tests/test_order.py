@@ -4,11 +4,24 @@ import random
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_lengthpool.order import POLICIES, get_policy, order_none, order_pool
+from lightning_lengthpool.order import (
+    POLICIES,
+    batch_shares,
+    budget_block,
+    fill_budget,
+    get_policy,
+    order_blocks,
+    order_none,
+    order_pool,
+    stream_block,
+    stream_class,
+    stream_draw,
+)
 
 GOLDEN_LENGTHS = [31, 4, 15, 92, 65, 35, 89, 79, 4, 15]
 
@@ -41,6 +54,17 @@ def test_golden_order_of_none() -> None:
     assert order_none(GOLDEN_LENGTHS, 10, 0, 42) == list(range(10))
 
 
+def test_golden_order_of_blocks() -> None:
+    assert order_blocks(GOLDEN_LENGTHS, 10, 0, 42, 2) == [4, 7, 0, 5, 1, 8, 6, 3, 2, 9]
+    assert order_blocks(GOLDEN_LENGTHS, 10, 10, 42, 3) == [7, 6, 3, 8, 2, 9, 0, 5, 4, 1]
+    assert order_blocks(GOLDEN_LENGTHS[:7], 10, 20, 42, 2) == [2, 0, 6, 3, 5, 4, 1]
+
+
+def test_golden_draws_of_a_stream() -> None:
+    draws = [stream_draw(42, worker, slot).random() for worker, slot in ((0, 0), (0, 1), (1, 0))]
+    assert [round(draw, 6) for draw in draws] == [0.785706, 0.657937, 0.152185]
+
+
 @pytest.mark.parametrize("pool_size", [1, 2, 3, 7, 100, 299, 300, 1000, 2000])
 @pytest.mark.parametrize("samples", [0, 1, 299, 300, 301, 4999, 5000])
 def test_pool_is_the_reference_order_on_full_pools(samples: int, pool_size: int) -> None:
@@ -66,15 +90,90 @@ def check_reference(samples: int, pool_size: int, seed: int) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.sampled_from(sorted(POLICIES)),
+    st.sampled_from(sorted(name for name, policy in POLICIES.items() if policy is not None)),
     st.lists(st.floats(0, 1e9, allow_nan=False), max_size=60),
     st.integers(0, 20),
     st.integers(0, 10**6),
     st.integers(-5, 2**40),
+    st.integers(1, 9),
 )
-def test_an_order_is_a_permutation(policy: str, lengths: list[float], room: int, start: int, seed: int) -> None:
-    order = get_policy(policy)(lengths, len(lengths) + room, start, seed)
+def test_an_order_is_a_permutation(
+    policy: str, lengths: list[float], room: int, start: int, seed: int, batch_size: int
+) -> None:
+    order = get_policy(policy)(lengths, len(lengths) + room, start, seed, batch_size)
     assert sorted(order) == list(range(len(lengths)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 99), max_size=60), st.integers(0, 20), st.integers(1, 9), st.integers(0, 2**40))
+def test_blocks_are_neighbours_in_length_and_full_but_for_the_cheapest(
+    lengths: list[int], room: int, batch_size: int, seed: int
+) -> None:
+    order = order_blocks(lengths, len(lengths) + room, 0, seed, batch_size)
+    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    bounds = sorted((min(lengths[i] for i in batch), max(lengths[i] for i in batch)) for batch in batches)
+    assert all(high <= low for (_, high), (low, _) in zip(bounds, bounds[1:], strict=False))
+    assert not len(order) % batch_size or max(lengths[i] for i in batches[-1]) == bounds[0][1]
+
+
+# ---- stream
+
+COSTS = st.lists(st.integers(0, 300), min_size=1, max_size=60).map(sorted)
+DRAW = st.floats(0, 1, exclude_max=True)
+TARGET = st.none() | st.floats(0, 400)
+
+
+@settings(max_examples=300, deadline=None)
+@given(COSTS, DRAW, st.integers(1, 9), TARGET)
+def test_a_block_is_always_full(costs: list[int], u: float, batch_size: int, target: float | None) -> None:
+    start, stop = stream_block(costs, u, batch_size, target)
+    assert 0 <= start < stop <= len(costs) and stop - start == min(batch_size, len(costs))
+
+
+@pytest.mark.parametrize("samples", [12, 13, 14, 15])
+def test_each_sample_is_as_likely_to_leave_but_at_the_cheap_end(samples: int) -> None:
+    """What does not fill a block borrows from the one above it: the first four samples make up for each other."""
+    counts = np.zeros(samples)
+    draws = 4 * 15 * 14 * 13
+    for draw in range(draws):
+        start, stop = stream_block(range(samples), (draw + 0.5) / draws, 4)
+        counts[start:stop] += samples / 4 / draws
+    assert counts[0 if samples == 12 else 8 :] == pytest.approx(1, abs=0.01)
+    assert counts.sum() == pytest.approx(samples)
+
+
+@settings(max_examples=300, deadline=None)
+@given(COSTS, DRAW, st.integers(1, 2000), st.none() | st.integers(1, 9), TARGET, st.booleans())
+def test_a_batch_never_exceeds_its_budget_and_fills_it(
+    costs: list[int], u: float, budget: int, batch_size: int | None, target: float | None, is_padded: bool
+) -> None:
+    start, stop = budget_block(np.array(costs, dtype=float), u, budget, batch_size, target, is_padded)
+    block = costs[start:stop]
+    cost = (lambda block: len(block) * block[-1]) if is_padded else sum
+    assert block and len(block) <= (batch_size or 60)
+    assert cost(block) <= budget or len(block) == 1
+    if start and len(block) != batch_size:  # there was one more, cheaper
+        assert cost(costs[start - 1 : stop]) > budget
+    elif stop < len(costs) and len(block) != batch_size and not start:
+        assert cost(costs[: stop + 1]) > budget
+
+
+def test_a_sample_that_is_dearer_than_the_budget_is_alone() -> None:
+    costs = np.array([1.0, 2.0, 3.0, 100.0])
+    assert fill_budget(costs, 3, 10) == (3, 4)
+    assert fill_budget(costs, 2, 10) == (0, 3)
+    assert fill_budget(costs, 0, 10) == (0, 3)  # with dearer ones, where the cheap ones do not fill it
+    assert fill_budget(costs, 2, 5, is_padded=False) == (1, 3)
+
+
+def test_batch_shares_add_up_to_the_batches() -> None:
+    assert batch_shares(np.array([5.0, 5.0, 10.0, 11.0, 3.0]), 10).tolist() == [0.5, 0.5, 1, 1, pytest.approx(1 / 3)]
+    assert batch_shares(np.array([0.0, 1.0]), 10, 4).tolist() == [0.25, 0.25]
+
+
+def test_a_class_is_drawn_by_the_shared_shares_and_a_little_by_what_is_held() -> None:
+    assert [stream_class([0.5, 0.5], [1.0, 0.0], u) for u in (0.0, 0.59, 0.61, 0.99)] == [0, 0, 1, 1]
+    assert stream_class([0.5, 0.5 - 1e-9], [0.5, 0.5 - 1e-9], 1 - 1e-12) == 1
 
 
 def test_ranks_with_short_pools_of_different_size_stay_together_by_relative_place() -> None:
@@ -88,11 +187,11 @@ def test_ranks_with_short_pools_of_different_size_stay_together_by_relative_plac
 
 
 def test_an_unknown_policy_is_an_error_that_lists_the_known() -> None:
-    with pytest.raises(ValueError, match=r"policy is 'sorted', expected one of: none, pool"):
+    with pytest.raises(ValueError, match=r"policy is 'sorted', expected one of: none, pool, blocks, stream"):
         get_policy("sorted")
 
 
-@pytest.mark.parametrize("module", ["order", "cost"])
+@pytest.mark.parametrize("module", ["order", "stream", "cost"])
 def test_a_pure_module_loads_without_torch_energon_and_lightning(module: str) -> None:
     blocked = ["torch", "megatron", "megatron.energon", "lightning", "pytorch_lightning", "torchmetrics"]
     code = f"import sys; sys.modules.update(dict.fromkeys({blocked!r})); import lightning_lengthpool.{module}"

@@ -25,7 +25,7 @@ def play(*calls: tuple[Any, ...]) -> tuple[float, float]:
         clock.now = at
         getattr(recorder, method)(*collectives)
     recorder.end()
-    compute, wait = recorder.take(0)[0, 7:9]
+    compute, wait = recorder.take(0)[0, 8:10]
     return float(compute), float(wait)
 
 
@@ -51,8 +51,8 @@ def test_recorder_gives_exact_seconds_and_drops_what_it_gave():
     clock = FakeClock()
     recorder = StepRecorder(clock)
     run_micro_batch(recorder, clock, step=7)
-    assert recorder.take(rank=3).tolist() == [[7, 3, 2, 8, 5, 10, 0.5, 4, 4, 11]]
-    assert recorder.take(rank=3).shape == (0, 10)
+    assert recorder.take(rank=3).tolist() == [[7, 3, 2, 8, 5, 10, 0, 0.5, 4, 4, 11]]
+    assert recorder.take(rank=3).shape == (0, 11)
 
 
 STEP = [  # two gradients; the first one completes a reduction, whose launch takes 2 s; the second one completes another
@@ -113,7 +113,7 @@ def test_only_compute_and_wait_are_left_out():
     recorder = StepRecorder(clock)
     run_micro_batch(recorder, clock, collectives=5)
     (row,) = recorder.take(0)
-    assert np.isnan(row[7:9]).all() and not np.isnan(np.delete(row, [7, 8])).any()
+    assert np.isnan(row[8:10]).all() and not np.isnan(np.delete(row, [8, 9])).any()
 
 
 def test_a_micro_batch_begins_where_the_last_one_ended_unless_something_came_between():
@@ -157,7 +157,7 @@ def test_recorder_ignores_calls_between_micro_batches():
     recorder.begin(0, [])  # an empty batch, without a backward pass
     recorder.end()
     (row,) = recorder.take(0)
-    assert row[2:6].tolist() == [0, 0, 0, 0] and np.isnan(row[7:9]).all()
+    assert row[2:7].tolist() == [0, 0, 0, 0, 0] and np.isnan(row[8:10]).all()
 
 
 def test_cuda_recorder_reads_its_events_only_when_the_records_are_taken(monkeypatch):
@@ -185,4 +185,4 @@ def test_cuda_recorder_reads_its_events_only_when_the_records_are_taken(monkeypa
             getattr(recorder, method)(collectives + offset // 10)
     recorder.end()
     assert not read
-    assert recorder.take(0)[0, 7:9].tolist() == [6 + (4 + 3), 13 + 13]
+    assert recorder.take(0)[0, 8:10].tolist() == [6 + (4 + 3), 13 + 13]

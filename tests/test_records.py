@@ -38,6 +38,7 @@ def test_summary_worked_out_by_hand(steps_csv):
             "seconds_per_step": (6 + 4) / 2,
             "seconds_to_first_batch": 0.7,
             "data_wait_seconds": 0.8 + 0.2 + 0.0,
+            "misses": 0,
         }
     )
     assert ranks[0] == pytest.approx(

@@ -54,6 +54,7 @@ def runs(folder: Path, seed: int, scale: dict[str, float], repeats: int = 2, abs
                 "tokens": longest * 2 * (0.95 - spread / 4),
                 "longest": longest,
                 "padded_tokens": longest * 2,
+                "misses": np.zeros((80, 4)),
                 "data_seconds": np.full((80, 4), 0.001),
                 "compute_seconds": np.full((80, 4), np.nan) if absent else compute,
                 "wait_seconds": compute.max(axis=1, keepdims=True) - compute,

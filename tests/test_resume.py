@@ -17,7 +17,8 @@ from conftest import LengthSample
 from megatron.energon import DefaultTaskEncoder, SkipSample, TextSample, WorkerConfig, edataclass, stateless
 
 from lightning_lengthpool import LengthPoolDataModule
-from lightning_lengthpool.order import POLICIES
+from lightning_lengthpool.cost_models import QuadraticCost
+from lightning_lengthpool.pool import PoolWarmup
 
 RNG = random.Random(2)
 LENGTHS = [int(RNG.lognormvariate(4, 1)) for _ in range(150)]
@@ -92,13 +93,78 @@ def check_resume(make: Callable[[], LengthPoolDataModule], stops: list[int], bat
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2, 3])
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", ["none", "pool"])
 def test_a_resumed_stream_is_the_uninterrupted_one(dataset: Callable[..., Path], policy: str, num_workers: int) -> None:
     """Before, at and after a pool's end (12 samples, six batches) of every worker, and in between."""
     path = dataset(LENGTHS, shards=6)
     workers = max(1, num_workers)
     stops = [0, 1, 5 * workers, 6 * workers, 6 * workers + 1, 7 * workers, 20 * workers]
     check_resume(lambda: module(path, policy=policy, num_workers=num_workers), stops, batches=25 * workers)
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot every 30 samples, so that a short run has several."""
+    for name in ("flush_pool", "stream_pool"):
+        monkeypatch.setattr(f"lightning_lengthpool.{name}.SNAPSHOT_SAMPLES", 30)
+
+
+@pytest.mark.usefixtures("often")
+@pytest.mark.parametrize(("policy", "num_workers"), [("blocks", 2), ("stream", 1), ("stream", 2), ("stream", 3)])
+def test_blocks_and_streams_resume_exactly_with_workers(
+    dataset: Callable[..., Path], policy: str, num_workers: int
+) -> None:
+    path = dataset(LENGTHS, shards=6)
+    stops = [6 * num_workers + 1, 16 * num_workers]
+    check_resume(lambda: module(path, policy=policy, num_workers=num_workers), stops, batches=20 * num_workers)
+
+
+@pytest.mark.usefixtures("often")
+@pytest.mark.parametrize("policy", ["blocks", "stream"])
+def test_blocks_and_streams_resume_exactly_at_every_single_batch(dataset: Callable[..., Path], policy: str) -> None:
+    path = dataset(LENGTHS)
+    check_resume(lambda: module(path, policy=policy), list(range(0, BATCHES)), batches=BATCHES)
+
+
+REFERENCE = "tokens,class\n" + "".join(f"{length},{'odd' if length % 2 else 'even'}\n" for length in sorted(LENGTHS))
+STOPS = [1, 8, 13, 20, 21, 50]
+
+
+def by_parity(sample: NoisySample) -> str:
+    return "odd" if sample.total_len % 2 else "even"
+
+
+@pytest.mark.usefixtures("often")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pool_size": 13, "batch_size": 3},
+        {"pool_size": 2},
+        {"batch_size": None, "max_tokens": 500, "over_budget": "alone"},
+        {"batch_size": 3, "max_tokens": 150, "over_budget": "drop"},
+        {"reference_lengths": "reference.csv"},
+        {"reference_lengths": "reference.csv", "class_fn": by_parity},
+        {"batch_size": None, "max_tokens": 1000, "reference_lengths": "reference.csv", "class_fn": by_parity},
+        {"shuffle_buffer_size": 20, "max_samples_per_sequence": 4},
+        {"batch_size": 1, "pool_size": 30, "cost": QuadraticCost(k=50)},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:.*over_budget is 'drop'")
+def test_a_stream_of_whatever_settings(dataset: Callable[..., Path], tmp_path: Path, settings: dict) -> None:
+    path = dataset(LENGTHS, shards=3)
+    (tmp_path / "reference.csv").write_text(REFERENCE)
+    if "reference_lengths" in settings:
+        settings = settings | {"reference_lengths": tmp_path / "reference.csv"}
+    check_resume(lambda: module(path, policy="stream", **settings), STOPS)
+
+
+@pytest.mark.usefixtures("often")
+@pytest.mark.parametrize("policy", ["pool", "blocks"])
+def test_pools_that_still_grow(dataset: Callable[..., Path], policy: str) -> None:
+    path, warmup = dataset(LENGTHS), PoolWarmup(initial=3, flushes=5)
+    settings = {"policy": policy, "pool_size": 20, "batch_size": 3, "pool_warmup": warmup}
+    check_resume(lambda: module(path, **settings), list(range(0, 40, 3)), batches=45)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +186,7 @@ def test_whatever_the_pool_and_the_data_look_like(dataset: Callable[..., Path], 
 def test_with_a_snapshot_only_every_few_pools(dataset: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     path = dataset(LENGTHS)
     for samples in (1, 30, 10_000):
-        monkeypatch.setattr("lightning_lengthpool.pool._SNAPSHOT_SAMPLES", samples)
+        monkeypatch.setattr("lightning_lengthpool.flush_pool.SNAPSHOT_SAMPLES", samples)
         check_resume(lambda: module(path), [3, 10, 11, 12, 13, 40])
 
 
@@ -142,6 +208,7 @@ def test_from_a_blend(dataset: Callable[..., Path], tmp_path: Path) -> None:
         f"__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n{entries}"
     )
     check_resume(lambda: module(blend), [4, 20, 33])
+    check_resume(lambda: module(blend, policy="stream"), [4, 20, 33])
 
 
 class PackingEncoder(NoisyEncoder):
@@ -159,10 +226,18 @@ class PackingEncoder(NoisyEncoder):
         )
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_with_packing(dataset: Callable[..., Path], num_workers: int) -> None:
+@pytest.mark.parametrize(
+    ("num_workers", "changes"),
+    [
+        (0, {}),
+        (2, {}),
+        (0, {"policy": "stream"}),
+        (0, {"policy": "stream", "batch_size": None, "max_tokens": 1000, "over_budget": "alone"}),
+    ],
+)
+def test_with_packing(dataset: Callable[..., Path], num_workers: int, changes: dict) -> None:
     path = dataset(LENGTHS)
-    settings = {"packing_buffer_size": 9, "batch_size": 1, "pool_size": 6, "num_workers": num_workers}
+    settings = {"packing_buffer_size": 9, "batch_size": 1, "pool_size": 6, "num_workers": num_workers} | changes
     check_resume(lambda: module(path, encoder=PackingEncoder(bad=False), **settings), [2, 9, 14])
 
 
@@ -229,9 +304,10 @@ def test_another_fit_and_a_reloaded_loader_go_on(dataset: Callable[..., Path]) -
     assert got == whole
 
 
-def test_the_state_is_keys_only_and_does_not_grow(dataset: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("policy", ["pool", "stream"])
+def test_the_state_is_keys_only_and_does_not_grow(dataset: Callable[..., Path], policy: str) -> None:
     path = dataset(LENGTHS)
-    part = module(path, pool_size=50)
+    part = module(path, pool_size=50, policy=policy)
     stream = iter(part.train_dataloader())
     sizes = []
     for _ in range(400):
@@ -243,6 +319,22 @@ def test_the_state_is_keys_only_and_does_not_grow(dataset: Callable[..., Path]) 
 
 
 # ---- another shape
+
+
+def test_a_streams_place_is_a_few_numbers_and_a_snapshot_comes_every_pool(
+    dataset: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_lengthpool.stream_pool.SNAPSHOT_SAMPLES", 1)
+    part = module(dataset(LENGTHS), policy="stream", pool_size=50)
+    stream = iter(part.train_dataloader())
+    snapshots, places = [], []
+    for _ in range(200):
+        next(stream)
+        (worker,) = part.state_dict()["ranks"][0]["workers"]
+        snapshots.append(id(worker["snapshot"]))
+        places.append(worker["place"]["pool"])
+    assert len(set(snapshots)) == pytest.approx(200 * 2 / 50, abs=2)
+    assert max(place["slots"] for place in places) <= 25 and max(len(place["again"]) for place in places) <= 5
 
 
 @pytest.mark.parametrize(
@@ -281,6 +373,36 @@ def test_each_logical_workers_stream_goes_on_in_another_shape(
     assert streams(new, 10) == expected
     for part in old + new:
         part.teardown("fit")
+
+
+@pytest.mark.usefixtures("often")
+def test_a_streams_workers_agree_again_in_another_shape(dataset: Callable[..., Path]) -> None:
+    """A worker's number is part of the draws: two workers of one rank become two ranks, which must draw the same."""
+    path = dataset(LENGTHS, shards=4)
+    settings = {"policy": "stream", "encoder": KeyEncoder(bad=False), "batch_size": 1, "pool_size": 24}
+    settings = settings | {"max_samples_per_sequence": None}
+    state = saved_state(path, batches=2 * 40, num_workers=2, **settings)
+
+    def lengths(rank: int, ranks: int, num_workers: int, state: dict) -> tuple[list[int], dict]:
+        part = module(path, num_workers=num_workers, **settings)
+        config = WorkerConfig(rank=rank, world_size=ranks, num_workers=num_workers)
+        part._worker_config = lambda num_workers: config  # type: ignore[method-assign]
+        part.load_state_dict(state)
+        stream = iter(part.train_dataloader())
+        got = [LENGTHS[int(next(stream)[0][-6:])] for _ in range(50 * num_workers)]
+        state = {"version": 1, "settings": part._saved_settings(config), "ranks": [part._train_loader.state()]}
+        part.teardown("fit")
+        return got, through_a_file(state)
+
+    (one, first), (two, second) = (lengths(rank, 2, 1, state) for rank in range(2))
+    assert np.corrcoef(np.log(one), np.log(two))[0, 1] > 0.9
+    together, _ = lengths(0, 1, 2, state)
+    assert abs(np.corrcoef(np.log(together[::2]), np.log(together[1::2]))[0, 1]) < 0.4
+    # and back again: the places that were saved after the change are exact as well
+    both = first | {"ranks": first["ranks"] + second["ranks"]}
+    back, _ = lengths(0, 1, 2, both)
+    again, _ = lengths(0, 1, 2, both)
+    assert back == again and abs(np.corrcoef(np.log(back[::2]), np.log(back[1::2]))[0, 1]) < 0.4
 
 
 class KeyEncoder(NoisyEncoder):
@@ -323,12 +445,40 @@ def test_unequal_counts_name_the_next_step_at_which_it_can_be_done(dataset: Call
         ({"seed": 7}, r"seed 42, and now it is 7"),
         ({"batch_size": 3}, r"batch_size 2, and now it is 3"),
         ({"shuffle_buffer_size": 5}, r"shuffle_buffer_size None, and now it is 5"),
+        ({"cost": QuadraticCost(k=9)}, r"cost None, and now it is '.*QuadraticCost\(.*9"),
+        ({"pool_warmup": PoolWarmup(2, 3)}, r"pool_warmup None, and now it is 'PoolWarmup\(initial=2, flushes=3\)'"),
+        ({"policy": "stream", "max_tokens": 900}, r"max_tokens None, and now it is 900"),
     ],
 )
 def test_what_does_not_fit_is_named_with_the_way_out(dataset: Callable[..., Path], changed: dict, message: str) -> None:
     path = dataset(LENGTHS)
     with pytest.raises(ValueError, match=message + r".*resume: fresh"):
         module(path, **changed).load_state_dict(saved_state(path))
+
+
+def test_another_reference_is_named(dataset: Callable[..., Path], tmp_path: Path) -> None:
+    path, file = dataset(LENGTHS), tmp_path / "reference.csv"
+    file.write_text("tokens\n5\n50\n")
+    settings = {"policy": "stream", "reference_lengths": file}
+    state = saved_state(path, **settings)
+    file.write_text("tokens\n50\n5.0\n")
+    module(path, **settings).load_state_dict(state)  # the same lengths in another order
+    file.write_text("tokens\n50\n6\n")
+    with pytest.raises(
+        ValueError, match=r"reference_lengths '2 lengths \(.*, and now it is '2 lengths .*resume: fresh"
+    ):
+        module(path, **settings).load_state_dict(state)
+
+
+def test_a_checkpoint_from_before_there_were_streams_loads(dataset: Callable[..., Path]) -> None:
+    path = dataset(LENGTHS)
+    state = saved_state(path)
+    old = {"path", "policy", "ranks", "num_workers", "batch_size", "pool_size", "seed", "max_samples_per_sequence"}
+    old |= {"shuffle_buffer_size", "packing_buffer_size"}
+    state["settings"] = {name: state["settings"][name] for name in old}
+    module(path).load_state_dict(state)
+    with pytest.raises(ValueError, match="over_budget None, and now it is 'drop'|max_tokens None, and now it is 90"):
+        module(path, policy="stream", max_tokens=90.0, over_budget="drop").load_state_dict(state)
 
 
 def test_numpys_numbers_are_numbers(dataset: Callable[..., Path]) -> None:
@@ -373,7 +523,7 @@ def test_exact_refuses_an_encoder_that_cannot_be_restored(dataset: Callable[...,
 def test_approximate_goes_on_with_the_next_pool(
     dataset: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, num_workers: int, snapshot: int
 ) -> None:
-    monkeypatch.setattr("lightning_lengthpool.pool._SNAPSHOT_SAMPLES", snapshot)
+    monkeypatch.setattr("lightning_lengthpool.flush_pool.SNAPSHOT_SAMPLES", snapshot)
     path = dataset(LENGTHS)
     settings = {"encoder": ForgetfulEncoder(bad=False), "num_workers": num_workers}
     whole = [batch for _, batch in zip(range(48), module(path, **settings).train_dataloader(), strict=False)]
@@ -385,6 +535,26 @@ def test_approximate_goes_on_with_the_next_pool(
         stream = iter(part.train_dataloader())
     assert [next(stream) for _ in range(12 * workers)] == whole[12 * workers : 24 * workers]
     part.teardown("fit")
+
+
+@pytest.mark.usefixtures("often")
+def test_an_approximate_stream_loses_what_was_held_at_the_snapshot(dataset: Callable[..., Path]) -> None:
+    path = dataset(LENGTHS)
+    settings = {"encoder": ForgetfulEncoder(bad=False), "policy": "stream"}
+    whole = [batch for _, batch in zip(range(10), module(path, **settings).train_dataloader(), strict=False)]
+    state = saved_state(path, batches=10, **settings)
+    part = module(path, **settings)
+    part.load_state_dict(state)
+    with pytest.warns(UserWarning, match=r"go on approximately.*up to 11 samples.*ForgetfulEncoder\.preencode_sample"):
+        stream = iter(part.train_dataloader())
+    before, after = ([key for batch in run for key in batch] for run in (whole, [next(stream) for _ in range(50)]))
+    assert not set(before) & set(after) and len(set(after)) == len(after)
+    state = through_a_file(part.state_dict())
+    part.teardown("fit")
+    part = module(path, **settings)
+    part.load_state_dict(state)  # after the loss there is a place as good as any
+    with pytest.warns(UserWarning, match="go on approximately"):
+        assert not {key for key in next(iter(part.train_dataloader()))} & {*before, *after}
 
 
 def test_approximate_with_packing_starts_afresh_and_says_so(dataset: Callable[..., Path]) -> None:

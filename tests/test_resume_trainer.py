@@ -30,14 +30,23 @@ ROOT = Path(__file__).parent.parent
 EPOCH = 10
 
 
-def fit(path: Path, folder: Path, ckpt_path: Path | None = None, *, num_workers: int = 0, **kwargs: Any) -> Any:
+def fit(
+    path: Path,
+    folder: Path,
+    ckpt_path: Path | None = None,
+    *,
+    num_workers: int = 0,
+    policy: str = "pool",
+    **kwargs: Any,
+) -> Any:
     """Fit and return the keys of each batch, and the trainer."""
     model = Recorder()
     settings = {"max_epochs": -1, "num_sanity_val_steps": 0, "enable_checkpointing": "callbacks" in kwargs}
     run = trainer(folder, **(settings | kwargs))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        run.fit(model, data(path, num_workers=num_workers, virtual_epoch_length=EPOCH), ckpt_path=ckpt_path)
+        module = data(path, num_workers=num_workers, virtual_epoch_length=EPOCH, policy=policy)
+        run.fit(model, module, ckpt_path=ckpt_path)
     return model.train_keys, run
 
 
@@ -76,6 +85,7 @@ def test_the_resumed_run_trains_on_the_very_batches(
 @pytest.mark.parametrize(
     "settings",
     [
+        {"policy": "stream"},
         {"num_workers": 3},  # an epoch of 10 batches ends with another worker each time
         {"accumulate_grad_batches": 3},
         {"val_check_interval": 4, "check_val_every_n_epoch": None},

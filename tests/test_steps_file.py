@@ -18,7 +18,7 @@ HEADER = ",".join(COLUMNS) + "\n"
 def records(steps: np.ndarray | range, ranks: int = 2, micro_batches: int = 1) -> dict[str, np.ndarray]:
     """Records of these steps, whose numbers depend on step, micro-batch and rank alone."""
     rows = [
-        (s, r, 2, 10 * s + r, 7, 12 * s + m, 0.25, 1.5 if r else np.nan, np.nan if s % 3 else 0.125, 12.375 + m)
+        (s, r, 2, 10 * s + r, 7, 12 * s + m, 0, 0.25, 1.5 if r else np.nan, np.nan if s % 3 else 0.125, 12.375 + m)
         for s in map(int, steps)
         for m in range(micro_batches)
         for r in range(ranks)
@@ -55,7 +55,7 @@ def test_reading_and_appending_are_inverse(steps_csv, tmp_path):
     for part in (slice(0, 4), slice(4, 4), slice(4, 8)):
         file.append(select(steps, part))
     assert_same(read_steps(copy), steps)
-    assert copy.read_text().splitlines()[-1] == "6,1,2,3,2,4,0.000000,,,3.000000"
+    assert copy.read_text().splitlines()[-1] == "6,1,2,3,2,4,0,0.000000,,,3.000000"
     assert copy.read_text().count(HEADER) == 1
     assert [path.name for path in copy.parent.iterdir()] == ["steps.csv"]
 

@@ -6,6 +6,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_lengthpool.demo.task_encoder import IGNORED, IMAGE, OcrBatch
+from lightning_lengthpool.loss import token_share
 
 
 class OcrModel(LightningModule):
@@ -62,11 +63,18 @@ class OcrModel(LightningModule):
         total = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
         return total / count.clamp(min=1), count
 
+    def on_train_batch_start(self, batch: OcrBatch, batch_idx: int) -> None:
+        """Counts the bytes of all ranks, before the forward pass so that `SyncMonitor` can tell each rank's compute."""
+        self._share = token_share((batch.labels != IGNORED).sum())
+
     def training_step(self, batch: OcrBatch, batch_idx: int) -> Tensor:
-        """Returns the loss and logs it as `train/loss`, of this rank alone: a sync would hide the skew."""
+        """Returns the loss, weighted so that each byte of all ranks counts the same.
+
+        Logs it without that weight as `train/loss`, of this rank alone: a sync would hide the skew.
+        """
         loss, _ = self.loss(batch)
         self.log("train/loss", loss, prog_bar=True)
-        return loss
+        return self._share * loss
 
     def validation_step(self, batch: OcrBatch, batch_idx: int) -> None:
         """Logs `val/loss`, the mean over all bytes of all ranks."""

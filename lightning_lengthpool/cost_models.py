@@ -1,0 +1,359 @@
+"""What a sample costs to train on: the models by which pools sort samples and fill batches.
+
+All costs are in tokens: one unit is the work of one token of the model's linear layers, attention left out. A model is
+named in a config by `class_path` and `init_args`, say
+
+    cost_model:
+      class_path: lightning_lengthpool.cost_models.QuadraticCost
+      init_args: {hidden_size: 4096, causal: true}
+
+What is wasted, given the costs, is in `cost.py`. Neither imports torch.
+"""
+
+import math
+import numbers
+import reprlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_lengthpool.length import field_names, get_field
+
+
+class CostModel(ABC):
+    """What a sample costs, and a batch of samples.
+
+    To write your own, implement `of_length`, or `cost` as well if the length is not enough. Keep settings as plain
+    attributes: they make up `repr`, equality and the fingerprint. The same settings must give the same costs on every
+    rank, or the ranks draw different lengths.
+    """
+
+    per_batch: float = 0.0
+    """What a batch costs beyond its samples, in tokens."""
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether a batch costs its samples times the dearest of them (padding); else the sum of their costs."""
+        return True
+
+    @abstractmethod
+    def of_length(self, length: float) -> float:
+        """The cost of a sample of `length` tokens.
+
+        Raises:
+            ValueError: If the model needs to see more of a sample than its length.
+        """
+
+    def cost(self, sample: Any, length: float) -> float:
+        """The cost of a sample.
+
+        Args:
+            sample: An encoded sample: an object with attributes, or a dict.
+            length: Its length in tokens, see `length.sample_length`.
+
+        Raises:
+            ValueError: If the sample lacks what the model looks at; the message names the sample's key.
+        """
+        return self.of_length(length)
+
+    def of_batch(self, costs: Sequence[float]) -> float:
+        """The cost of a batch of samples with these costs; 0 for no samples."""
+        if not costs:
+            return 0.0
+        return self.per_batch + (len(costs) * max(costs) if self.is_padded else math.fsum(costs))
+
+    def fingerprint(self) -> str:
+        """Class and settings as a text, the same on any rank or machine: models with equal ones give equal costs."""
+        return f"{type(self).__module__}.{self!r}"
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__qualname__}({settings})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CostModel) and self.fingerprint() == other.fingerprint()
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint())
+
+
+class TokenCost(CostModel):
+    """The length: right while attention costs little beside the linear layers, and the default.
+
+    Example:
+        >>> TokenCost().of_length(300)
+        300.0
+        >>> TokenCost().of_batch([100, 300])
+        600.0
+    """
+
+    def of_length(self, length: float) -> float:
+        return float(length)
+
+
+class QuadraticCost(CostModel):
+    """Linear layers and attention: `tokens + tokens**2 / k`.
+
+    `k` is the length at which attention costs as much as all else. In a standard transformer of width h, the forward
+    FLOPs of one layer per token are 8 h**2 (query, key, value, output), 16 h**2 (an MLP of width 4 h) and, in a
+    sequence of s tokens, 4 s h (scores and weighted values): `24 h**2 + 4 s h = 24 h**2 (1 + s / (6 h))`, so `k = 6 h`.
+    The backward pass has twice the FLOPs of each. It is the `1 + s / (6 h)` in the FLOPs of Narayanan et al. (2021),
+    "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (arXiv:2104.04473), without the
+    output layer, which would make `k` a little longer.
+
+    FLOPs are not seconds: attention mostly runs at a lower rate, which makes `k` shorter. `FittedCost` measures it.
+
+    Args:
+        hidden_size: h, for the `k` above.
+        causal: Whether the attention kernel skips the half of the scores that a causal mask hides, as FlashAttention
+            does: then `k = 12 h`.
+        k: In tokens, in place of `hidden_size`, for layers of another shape (grouped queries, gated MLPs, experts):
+            `a layer's active parameters / (2 x heads x head size)`, twice that if causal. Llama 3 8B has 218.1 million
+            a layer and 32 heads of 128, so `k` is 26624, or 53248 if causal.
+
+    Raises:
+        ValueError: If not exactly one of `hidden_size` and `k` is given, or it is not positive.
+
+    Example:
+        >>> QuadraticCost(hidden_size=1000, causal=True)
+        QuadraticCost(k=12000.0)
+        >>> QuadraticCost(k=4000).of_length(2000)
+        3000.0
+    """
+
+    def __init__(self, hidden_size: int | None = None, causal: bool = False, k: float | None = None) -> None:
+        self.k = _attention_k(type(self).__name__, hidden_size, causal, k)
+
+    def of_length(self, length: float) -> float:
+        return length + length**2 / self.k
+
+
+class PackedCost(CostModel):
+    """A sample that packs several sub-sequences, each of which attends to itself only: `tokens + sum of l_i**2 / k`.
+
+    A batch costs the sum of its samples.
+
+    Args:
+        hidden_size: See `QuadraticCost`.
+        causal: See `QuadraticCost`.
+        k: See `QuadraticCost`.
+        field: Where a sample has its cumulative lengths, from 0 to its length: a tensor, array or list, as
+            `cu_seqlens` of FlashAttention.
+
+    Raises:
+        ValueError: As `QuadraticCost`.
+
+    Example:
+        >>> PackedCost(k=1000).cost({"cu_lengths": [0, 300, 400]}, 400)
+        500.0
+    """
+
+    def __init__(
+        self,
+        hidden_size: int | None = None,
+        causal: bool = False,
+        k: float | None = None,
+        field: str = "cu_lengths",
+    ) -> None:
+        self.k = _attention_k(type(self).__name__, hidden_size, causal, k)
+        self.field = field
+
+    @property
+    def is_padded(self) -> bool:
+        return False
+
+    def of_length(self, length: float) -> float:
+        raise ValueError(
+            f"{self!r} needs each sample's sub-sequences ({self.field!r}): lengths alone do not tell what a pack "
+            "costs. Use QuadraticCost or TokenCost where only lengths are known."
+        )
+
+    def cost(self, sample: Any, length: float) -> float:
+        ends = _numbers(sample, self.field)
+        if not len(ends) or ends[0] != 0 or not (np.diff(ends) >= 0).all() or ends[-1] != length:
+            raise ValueError(
+                f"sample {get_field(sample, '__key__')!r} has {self.field} = {reprlib.repr(ends.tolist())} (up to "
+                f"{ends[-1:].max(initial=0.0):g}), expected cumulative lengths that start with 0, ascend, and end with "
+                f"its length, {length:g}"
+            )
+        return float(length + (np.diff(ends) ** 2).sum() / self.k)
+
+
+class VisionCost(CostModel):
+    """Tokens in the language model and patches in an image encoder, weighted apart.
+
+    `language cost + encoder_weight x sum over images of (p_i + p_i**2 / encoder_k)`, with p_i an image's patches.
+
+    Args:
+        encoder_weight: What a patch costs in the encoder, in tokens of the language model: about the encoder's
+            parameters divided by the language model's (0.3 / 7 = 0.043), a third of that if the encoder is frozen and
+            runs no backward pass.
+        language: The cost of the language model, by a sample's length, which includes the vision tokens that enter it.
+            It also decides whether a batch is padded. Default: `TokenCost()`.
+        field: Where a sample has its patches as the encoder sees them, before any merging: a number, or one for each
+            image. A sample without images has 0 or an empty list.
+        encoder_k: Where the encoder attends within each image, its `k`: 6 x its hidden size, see `QuadraticCost`. A
+            single number in `field` then counts as one image. Default: no such term.
+
+    Raises:
+        ValueError: If `encoder_weight` is negative or `encoder_k` not positive.
+
+    Example:
+        >>> model = VisionCost(encoder_weight=0.1, language=QuadraticCost(k=4000), encoder_k=1000)
+        >>> model.cost({"num_patches": [1000, 500]}, 2000)  # 3000 + 0.1 * (2000 + 750)
+        3275.0
+    """
+
+    def __init__(
+        self,
+        encoder_weight: float,
+        language: CostModel | None = None,
+        field: str = "num_patches",
+        encoder_k: float = math.inf,
+    ) -> None:
+        self.encoder_weight = _float(encoder_weight)
+        if not 0 <= self.encoder_weight < math.inf:
+            raise ValueError(f"VisionCost: encoder_weight is {encoder_weight!r}, expected a finite number, at least 0")
+        self.language = language or TokenCost()
+        self.field = field
+        self.encoder_k = _positive("VisionCost", "encoder_k", encoder_k)
+
+    @property
+    def is_padded(self) -> bool:
+        return self.language.is_padded
+
+    def of_length(self, length: float) -> float:
+        raise ValueError(
+            f"{self!r} needs each sample's patches ({self.field!r}): lengths alone do not tell what the encoder costs. "
+            "Use QuadraticCost or TokenCost where only lengths are known."
+        )
+
+    def cost(self, sample: Any, length: float) -> float:
+        patches = _numbers(sample, self.field)
+        if not (np.isfinite(patches) & (patches >= 0)).all():
+            raise ValueError(
+                f"sample {get_field(sample, '__key__')!r} has {self.field} = {reprlib.repr(patches.tolist())}, "
+                "expected finite numbers of at least 0"
+            )
+        encoder = float((patches + patches**2 / self.encoder_k).sum())
+        return self.language.cost(sample, length) + self.encoder_weight * encoder
+
+
+class FittedCost(CostModel):
+    """A model fitted to a run's own measurements, those of `SyncMonitor`: `tokens + tokens**2 / k`.
+
+    `causes.CauseTracker` fits a micro-batch's seconds as `a + b (padded + padded x longest / k)`; of the typical rank
+    this model takes `k` and `per_batch = a / b` (in tokens; what launching kernels takes, for instance), 0 if `a` is
+    negative. Both are rounded to six digits, so that machines that round differently agree.
+
+    The file is read once, here. Give a finished run's, the same on all ranks: one that is still written, or is
+    overwritten by this run, makes another model of it the next time.
+
+    Args:
+        path: A `steps.csv`, or a folder with one somewhere below it.
+
+    Raises:
+        ValueError: If there is not exactly one such file, its run has no measured compute, fewer than 20 measured
+            micro-batches, or a time that hardly grows with tokens, as when all batches are of one size.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        from lightning_lengthpool.causes import MIN_MICRO_BATCHES, CauseTracker
+        from lightning_lengthpool.runs import find_steps
+        from lightning_lengthpool.steps_file import read_steps
+
+        file = find_steps(path)
+        steps = read_steps(file)
+        measured = np.isfinite(steps["compute_seconds"])
+        if not measured.any():
+            raise ValueError(
+                f"FittedCost: in {file} no compute seconds were measured, so there is nothing to fit. SyncMonitor "
+                "measures them on a single device and under DDP, if no collective runs within the step."
+            )
+        if np.count_nonzero(measured) < MIN_MICRO_BATCHES:
+            raise ValueError(
+                f"FittedCost: {file} has {np.count_nonzero(measured)} measured micro-batches, expected at least "
+                f"{MIN_MICRO_BATCHES}"
+            )
+        count = len(np.unique(steps["step"]))
+        tracker = CauseTracker(window=max(50, -(-count // 20)))  # so that of a file of any size all steps count
+        tracker.add(steps)
+        tracker.finish()
+        fit = tracker.summary().reference
+        if fit is None:
+            raise ValueError(f"FittedCost: {file} has one step only, which contains the start-up")
+        # each rank was fitted by itself, so only what differs within a rank tells what a token costs
+        seconds, rank = fit.seconds(steps["padded_tokens"], steps["longest"]), steps["rank"]
+        own = [seconds[measured & (rank == number)] for number in np.unique(rank[measured])]
+        low, high = np.quantile(np.concatenate([values / np.median(values) for values in own]), [0.05, 0.95])
+        if not (fit.b > 0 and high - low > 0.05):
+            raise ValueError(
+                f"FittedCost: in {file} the time of a batch hardly grows with its tokens (a rank's are {low:.2f} to "
+                f"{high:.2f} times its median), so what a token costs cannot be told. Measure a run whose batches "
+                "differ in size (policy 'none', no token budget), on a model that is not bound by its overhead."
+            )
+        self.k = float(f"{fit.k:.6g}")
+        self.per_batch = float(f"{max(fit.a, 0.0) / fit.b:.6g}")
+
+    def of_length(self, length: float) -> float:
+        return length + length**2 / self.k
+
+
+def sample_cost(sample: Any, length: float, model: CostModel) -> float:
+    """Return a sample's cost, checked: the way to ask a model that somebody else wrote.
+
+    Raises:
+        ValueError: If the cost is no number, not finite or negative; the message names the sample's key.
+    """
+    value: Any = model.cost(sample, length)
+    cost = _float(value)
+    if not 0 <= cost < math.inf:
+        raise ValueError(
+            f"sample {get_field(sample, '__key__')!r} costs {value!r} by {model!r}, expected a finite number of at "
+            "least 0"
+        )
+    return cost
+
+
+def _attention_k(name: str, hidden_size: int | None, causal: bool, k: float | None) -> float:
+    if (hidden_size is None) == (k is None):
+        raise ValueError(f"{name} takes either hidden_size or k, got hidden_size={hidden_size} and k={k}")
+    if k is None:
+        return (12.0 if causal else 6.0) * _positive(name, "hidden_size", hidden_size)
+    if causal:
+        raise ValueError(f"{name}: causal goes with hidden_size only; it doubles k, so give k={2 * k:g} instead")
+    return _positive(name, "k", k)
+
+
+def _positive(name: str, setting: str, value: Any) -> float:
+    number = _float(value)
+    if not number > 0:
+        raise ValueError(f"{name}: {setting} is {value!r}, expected a positive number")
+    return number
+
+
+def _float(value: Any) -> float:
+    """A number as a float, NaN if it is none."""
+    return float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+
+
+def _numbers(sample: Any, field: str) -> NDArray[np.float64]:
+    """A sample's field as numbers in one dimension: of a number, list, array or tensor (on any device)."""
+    value = get_field(sample, field)
+    if value is None:
+        raise ValueError(
+            f"sample {get_field(sample, '__key__')!r} ({type(sample).__name__}) has no {field!r}, only "
+            f"{field_names(sample)}. Let the encoder set it, or name another field in the cost model."
+        )
+    if hasattr(value, "tolist"):  # a tensor or array
+        value = value.tolist()
+    try:
+        return np.atleast_1d(np.asarray(value, dtype=np.float64)).ravel()
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"sample {get_field(sample, '__key__')!r} has {field} = {reprlib.repr(value)}, expected a number or numbers"
+        ) from None

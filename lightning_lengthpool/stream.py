@@ -1,0 +1,223 @@
+"""The pool of policy `stream`: samples sorted by cost, from which each slot takes one block.
+
+It holds numbers, not samples, so that training and simulation run the same code.
+"""
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_lengthpool.order import batch_shares, budget_block, fill_budget, stream_block, stream_class, stream_draw
+
+Array = NDArray[np.float64]
+
+
+class Reference:
+    """Costs that all ranks share, and aim at.
+
+    Args:
+        costs: Of samples of the data set, in any order; by class, if the pool keeps classes apart, else of class None.
+    """
+
+    def __init__(self, costs: Mapping[Hashable, Sequence[float] | Array]) -> None:
+        self.costs = {kind: np.sort(np.asarray(own, dtype=np.float64)) for kind, own in costs.items()}
+
+    def distance(self, kind: Hashable, costs: Sequence[float] | Array) -> float:
+        """The Kolmogorov-Smirnov distance of other costs from those of a class.
+
+        Returns:
+            The largest difference between the two shares of costs up to any bound: 0 if they are distributed alike, 1
+            if they do not even overlap.
+        """
+        own, other = self.costs[kind], np.sort(np.asarray(costs, dtype=np.float64))
+        # Between two of the other costs only one of the shares changes, and it only grows: the two ends are enough.
+        gaps = [
+            np.searchsorted(own, other, side=side) / len(own) - np.searchsorted(other, other, side=side) / len(other)
+            for side in ("left", "right")
+        ]
+        return float(np.abs(gaps).max())
+
+
+@dataclass
+class _Sorted:
+    """The samples of one class: two arrays, for inserting into them takes microseconds at any size in use."""
+
+    costs: Any = field(default_factory=lambda: array("d"))
+    numbers: Any = field(default_factory=lambda: array("q"))
+
+    def pop(self, start: int, stop: int) -> list[int]:
+        taken = list(self.numbers[start:stop])
+        del self.costs[start:stop], self.numbers[start:stop]
+        return taken
+
+
+class Block(NamedTuple):
+    """What a slot takes.
+
+    Attributes:
+        numbers: Of the samples, by cost, ascending.
+        costs: Of the same.
+        kind: Their class.
+        missed: Whether that is not the class that the slot was meant for, of which the pool had too few.
+    """
+
+    numbers: list[int]
+    costs: list[float]
+    kind: Hashable
+    missed: bool
+
+
+class SortedPool:
+    """The samples that one worker holds, sorted by cost.
+
+    Args:
+        seed: The seed that all ranks share.
+        worker: Number of the worker within its rank.
+        batch_size: Samples of a batch; with a budget, at most; None only with a budget.
+        budget: What a batch may cost; None for `batch_size` samples a batch.
+        is_padded: Whether a batch costs its samples times the dearest of them; else the sum of their costs.
+        reference: Costs that all ranks aim at; None for a block's relative place alone.
+        shares: Share of the batches that each class has, adding up to 1; a batch then holds one class. None without
+            classes: all samples are of class None.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int,
+        worker: int = 0,
+        batch_size: int | None,
+        budget: float | None = None,
+        is_padded: bool = True,
+        reference: Reference | None = None,
+        shares: Mapping[Hashable, float] | None = None,
+    ) -> None:
+        self.seed, self.worker = seed, worker
+        self._batch_size, self._budget, self._is_padded = batch_size, budget, is_padded
+        self._reference = reference
+        self._shares = {None: 1.0} if shares is None else dict(shares)
+        self._classes = {kind: _Sorted() for kind in self._shares}
+        self._reference_shares: dict[Hashable, Array] = {}
+        if reference is not None and budget is not None:
+            for kind in self._shares:
+                self._reference_shares[kind] = np.cumsum(batch_shares(reference.costs[kind], budget, batch_size))
+
+    def __len__(self) -> int:
+        return sum(len(own.costs) for own in self._classes.values())
+
+    def add(self, number: int, cost: float, kind: Hashable = None) -> None:
+        """Let a sample in; of several with one cost the first comes first."""
+        own = self._classes[kind]
+        place = bisect_right(own.costs, cost)
+        own.costs.insert(place, cost)
+        own.numbers.insert(place, number)
+
+    def items(self) -> Iterator[tuple[int, float, Hashable]]:
+        """Number, cost and class of each sample, by class and in order: what `add` needs to make an equal pool."""
+        for kind, own in self._classes.items():
+            for number, cost in zip(own.numbers, own.costs, strict=True):
+                yield number, cost, kind
+
+    def batches(self, kind: Hashable = None) -> float:
+        """About how many batches a class holds."""
+        costs = self._classes[kind].costs
+        if self._budget is None:
+            assert self._batch_size is not None
+            return len(costs) / self._batch_size
+        return float(batch_shares(np.array(costs), self._budget, self._batch_size).sum())
+
+    def take(self, slot: int, *, aim: bool = True) -> Block:
+        """Take the block of a slot out of the pool, which must not be empty.
+
+        Args:
+            slot: 0-based number of the batch in this worker's stream.
+            aim: Whether to aim at the reference; not at the end of a finite stream, where a pool empties unevenly.
+        """
+        rng = stream_draw(self.seed, self.worker, slot)
+        u_class, u = rng.random(), rng.random()
+        wanted = self._draw_class(u_class)
+        kind = wanted if self._suffices(wanted) else self._nearest_class(wanted, u)
+        own = self._classes[kind]
+        target = None
+        if self._reference is not None and aim:
+            target = self._target(wanted, u)
+        if self._budget is None:
+            assert self._batch_size is not None
+            start, stop = stream_block(own.costs, u, self._batch_size, target)
+        else:
+            table = np.array(own.costs)  # a copy: the array cannot change while NumPy looks at it
+            start, stop = budget_block(table, u, self._budget, self._batch_size, target, self._is_padded)
+        costs = list(own.costs[start:stop])
+        return Block(own.pop(start, stop), costs, kind, kind != wanted)
+
+    def take_nearest(self, costs: Sequence[float], kind: Hashable = None) -> list[int]:
+        """Take samples in place of those that a slot had, as like them as the pool has.
+
+        Args:
+            costs: Of the slot's samples, ascending.
+            kind: Their class; another one if the pool has none of it.
+
+        Returns:
+            The samples' numbers; none only if the pool is empty. Within the budget, if there is one.
+        """
+        own = self._classes[kind]
+        if not own.costs:
+            own = max(self._classes.values(), key=lambda other: len(other.costs))
+        if self._budget is not None and own.costs:
+            place = _nearest(own.costs, costs[-1])
+            return own.pop(*fill_budget(np.array(own.costs), place, self._budget, self._batch_size, self._is_padded))
+        numbers = []
+        for cost in costs[: len(own.costs)]:
+            place = _nearest(own.costs, cost)
+            numbers += own.pop(place, place + 1)
+        return numbers
+
+    def _target(self, kind: Hashable, u: float) -> float:
+        """The reference's u-quantile: of its samples, or with a budget of the batches that they make."""
+        assert self._reference is not None
+        costs = self._reference.costs[kind]
+        place = int(u * len(costs))
+        if self._budget is not None:
+            cumulative = self._reference_shares[kind]
+            place = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
+        return float(costs[min(place, len(costs) - 1)])
+
+    def _draw_class(self, u: float) -> Hashable:
+        kinds = list(self._shares)
+        if len(kinds) == 1:
+            return kinds[0]
+        held = [self.batches(kind) for kind in kinds]
+        total = sum(held)
+        return kinds[stream_class(list(self._shares.values()), [own / total for own in held], u)]
+
+    def _suffices(self, kind: Hashable) -> bool:
+        """Whether a class can fill a batch, or the pool has nothing else."""
+        size = (self._batch_size or 1) if self._budget is None else 1
+        return len(self._classes[kind].costs) >= min(size, len(self))
+
+    def _nearest_class(self, wanted: Hashable, u: float) -> Hashable:
+        """The class that holds the cost nearest to what the slot was meant for."""
+        enough = [kind for kind in self._classes if self._suffices(kind)]
+        enough = enough or [max(self._classes, key=lambda kind: len(self._classes[kind].costs))]
+        if self._reference is None or len(enough) == 1:
+            return max(enough, key=lambda kind: len(self._classes[kind].costs))
+        target = self._target(wanted, u)
+
+        def distance(kind: Hashable) -> float:
+            costs = self._classes[kind].costs
+            return abs(float(costs[_nearest(costs, target)]) - target)
+
+        return min(enough, key=distance)
+
+
+def _nearest(costs: Sequence[float], wanted: float) -> int:
+    """The place of the sorted cost nearest to `wanted`, of two the cheaper one."""
+    place = bisect_left(costs, wanted)
+    if place == len(costs) or (place and wanted - costs[place - 1] <= costs[place] - wanted):
+        place -= 1
+    return place

@@ -1,0 +1,230 @@
+"""The pool of policy `stream` on numbers alone. Its golden lists are a contract as those in `test_order.py` are."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_order import GOLDEN_LENGTHS
+
+from lightning_lengthpool.stream import Block, Reference, SortedPool
+
+LENGTHS = [*GOLDEN_LENGTHS, *(2 * length + 1 for length in GOLDEN_LENGTHS)]
+TRACE = np.random.default_rng(0).lognormal(6, 1, 20_000).round()
+
+
+def parity(length: float) -> str:
+    return "odd" if length % 2 else "even"
+
+
+def blocks(lengths: Sequence[float], pool_size: int, **settings: Any) -> Iterator[tuple[Block, int]]:
+    """Each slot's block of a finite stream, and how many samples had come in by then."""
+    pool = SortedPool(seed=settings.pop("seed", 42), **settings)
+    arrived = 0
+    for slot in range(len(lengths)):
+        while len(pool) < pool_size and arrived < len(lengths):
+            pool.add(arrived, lengths[arrived], parity(lengths[arrived]) if settings.get("shares") else None)
+            arrived += 1
+        if not len(pool):
+            return
+        yield pool.take(slot, aim=arrived < len(lengths)), arrived
+
+
+GOLDEN: list[tuple[dict[str, Any], list[list[int]]]] = [
+    (
+        {"batch_size": 2},
+        [[1, 8], [5, 10], [9, 0], [11, 2], [15, 7], [6, 3], [14, 17], [16, 13], [19, 4], [18, 12]],
+    ),
+    (
+        {"batch_size": 2, "worker": 1},
+        [[4, 7], [5, 10], [12, 6], [11, 2], [1, 8], [0, 19], [16, 13], [18, 9], [14, 17], [15, 3]],
+    ),
+    (
+        {"batch_size": None, "budget": 200.0},
+        [[1, 8, 2, 9, 0], [6, 3], [5, 10, 4], [19, 15], [14], [16], [17], [13], [11, 18, 12], [7]],
+    ),
+    (
+        {"batch_size": None, "budget": 200.0, "is_padded": False},
+        [[1, 8, 2, 9, 0, 5, 4], [14], [15, 7], [11, 18, 12, 19, 10], [17], [16], [13], [6, 3]],
+    ),
+    (
+        {"batch_size": 2, "reference": Reference({None: [5.0, 20.0, 40.0, 80.0, 120.0]})},
+        [[8, 2], [5, 10], [9, 0], [1, 11], [12, 4], [6, 3], [14, 17], [16, 13], [15, 7], [18, 19]],
+    ),
+    (
+        {"batch_size": 2, "shares": {"even": 0.3, "odd": 0.7}},
+        [[2, 9], [10, 4], [0, 12], [5, 15], [7, 6], [14, 17], [16, 13], [18, 19], [8, 3], [1], [11]],
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "expected"), GOLDEN)
+def test_golden_order_of_a_stream(settings: dict, expected: list) -> None:
+    assert [block.numbers for block, _ in blocks(LENGTHS, 10, **settings)] == expected
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.integers(0, 60), max_size=80),
+    st.integers(1, 30),
+    st.none() | st.integers(1, 9),
+    st.none() | st.integers(1, 200),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
+def test_every_sample_leaves_once(
+    lengths: list[int],
+    pool_size: int,
+    batch_size: int | None,
+    budget: int | None,
+    padded: bool,
+    classes: bool,
+    ref: bool,
+) -> None:
+    batch_size = 3 if batch_size is None and budget is None else batch_size
+    kinds = ("even", "odd") if classes else (None,)
+    out = blocks(
+        lengths,
+        pool_size,
+        batch_size=batch_size,
+        budget=budget,
+        is_padded=padded,
+        shares={"even": 0.5, "odd": 0.5} if classes else None,
+        reference=Reference({kind: [3, 30, 31] for kind in kinds}) if ref else None,
+    )
+    found = [block for block, _ in out]
+    assert sorted(number for block in found for number in block.numbers) == list(range(len(lengths)))
+    for block in found:
+        own = [lengths[number] for number in block.numbers]
+        assert own == sorted(own) == block.costs
+        assert not classes or {parity(length) for length in own} == {block.kind}
+        if budget is not None and len(own) > 1:
+            assert (len(own) * own[-1] if padded else sum(own)) <= budget
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"batch_size": 1},
+        {"batch_size": 4},
+        {"batch_size": None, "budget": 8000.0},
+        {"batch_size": 8, "budget": 8000.0},
+        {"batch_size": None, "budget": 8000.0, "is_padded": False},
+    ],
+    ids=str,
+)
+def test_long_and_short_samples_stay_as_long(settings: dict) -> None:
+    """Mean residence in slots, by length: the fifths differ by what chance explains, and not by what is aimed at."""
+    lengths = TRACE.clip(max=8000)
+    came = np.zeros(len(lengths))
+    stays: list[tuple[float, float]] = []
+    before = 0
+    for slot, (block, arrived) in enumerate(blocks(lengths, 400, **settings)):
+        came[before:arrived], before = slot, arrived
+        if 2000 < block.numbers[0] and arrived < len(lengths):
+            stays += [(cost, slot - came[number]) for number, cost in zip(block.numbers, block.costs, strict=True)]
+    costs, slots = np.array(stays).T
+    fifths = np.searchsorted(np.quantile(costs, [0.2, 0.4, 0.6, 0.8]), costs)
+    means = np.array([slots[fifths == fifth].mean() for fifth in range(5)])
+    assert means / slots.mean() == pytest.approx(1, abs=0.2)
+
+
+def neighbours(batches: list[float]) -> float:
+    return float(np.corrcoef(np.log(batches[:-1]), np.log(batches[1:]))[0, 1])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_neighbouring_batches_are_uncorrelated_in_length(workers: int) -> None:
+    """Batch i comes from worker i % workers; in sorted order neighbours would be alike."""
+    streams = [
+        [float(np.mean(block.costs)) for block, _ in blocks(TRACE[worker::workers], 400, batch_size=4, worker=worker)]
+        for worker in range(workers)
+    ]
+    batches = [batch for turn in zip(*streams, strict=True) for batch in turn][:2000]
+    assert abs(neighbours(batches)) < 0.06 < 0.99 < neighbours(sorted(batches))
+
+
+@pytest.mark.parametrize("settings", [{"batch_size": 4}, {"batch_size": None, "budget": 8000.0}], ids=str)
+@pytest.mark.parametrize("aim", [False, True])
+def test_ranks_whose_pools_differ_in_size_see_the_same_lengths(settings: dict, aim: bool) -> None:
+    rng = np.random.default_rng(1)
+    reference = Reference({None: rng.choice(TRACE, 3000).clip(max=8000)}) if aim else None
+
+    def rank(pool_size: int) -> list[float]:
+        lengths = rng.choice(TRACE, 4000).clip(max=8000)
+        found = [block.costs[-1] for block, _ in blocks(lengths, pool_size, reference=reference, **settings)]
+        return found[:300]
+
+    ranks = np.log([rank(pool_size) for pool_size in (400, 393, 360)])
+    assert np.corrcoef(ranks).min() > 0.97
+
+
+def test_the_ranks_take_the_same_class_or_say_that_they_missed_it() -> None:
+    rng = np.random.default_rng(2)
+
+    def rank() -> list[Block]:
+        lengths = 2 * rng.choice(TRACE, 4000) + (rng.random(4000) < 0.2)  # one in five is odd
+        return [block for block, _ in blocks(lengths, 200, batch_size=4, shares={"even": 0.8, "odd": 0.2})][:900]
+
+    ranks = [rank(), rank()]
+    kinds = np.array([[block.kind for block in own] for own in ranks])
+    missed = np.array([[block.missed for block in own] for own in ranks])
+    # p = shares + 0.2 (own - shares): now and then that draws another class without a word
+    assert (kinds[0] == kinds[1])[~missed.any(axis=0)].mean() > 0.97
+    assert 0.15 < (kinds == "odd").mean() < 0.25 and missed.mean() < 0.05
+
+
+def test_a_class_that_is_missing_leaves_its_slot_to_another() -> None:
+    found = [block for block, _ in blocks([2.0] * 20, 10, batch_size=2, shares={"even": 0.5, "odd": 0.5})]
+    assert {block.kind for block in found} == {"even"} and any(block.missed for block in found)
+    assert not all(block.missed for block in found)
+
+
+def test_the_nearest_samples_are_taken_of_the_same_class() -> None:
+    pool = SortedPool(seed=42, batch_size=2, shares={"even": 0.5, "odd": 0.5})
+    for number, length in enumerate([2, 4, 8, 3, 5]):
+        pool.add(number, length, parity(length))
+    assert pool.take_nearest([3, 7], "even") == [0, 2]
+    assert pool.take_nearest([1, 1], "even") == [1]
+    assert pool.take_nearest([1, 1], "even") == [3, 4]  # there is no other class left
+    assert pool.take_nearest([1], "odd") == []
+
+
+def test_the_nearest_samples_fit_into_the_budget() -> None:
+    pool = SortedPool(seed=42, batch_size=None, budget=15)
+    for number, length in enumerate([1, 6, 6, 6, 40]):
+        pool.add(number, length)
+    assert pool.take_nearest([5, 5, 5]) == [0, 1]
+    assert pool.take_nearest([30]) == [4]
+
+
+def test_items_make_an_equal_pool() -> None:
+    one, two = (SortedPool(seed=42, batch_size=2) for _ in range(2))
+    for number, length in enumerate([3, 1, 3, 1, 3]):
+        one.add(number, length)
+    for item in one.items():
+        two.add(*item)
+    assert (
+        list(one.items()) == list(two.items()) == [(1, 1, None), (3, 1, None), (0, 3, None), (2, 3, None), (4, 3, None)]
+    )
+
+
+def test_samples_that_cost_nothing_leave_too() -> None:
+    found = [block for block, _ in blocks([0.0] * 9, 4, batch_size=None, budget=5.0, shares={"even": 1.0, "odd": 0.0})]
+    assert sum(len(block.numbers) for block in found) == 9
+
+
+def test_the_distance_from_a_reference() -> None:
+    reference = Reference({None: range(100)})
+    assert reference.distance(None, range(100)) == 0
+    assert reference.distance(None, [100, 200]) == 1
+    assert reference.distance(None, range(50)) == pytest.approx(0.5)
+    assert reference.distance(None, [49]) == pytest.approx(0.5)
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        one, two = rng.integers(0, 30, 40), rng.integers(5, 40, 25)
+        shares = [[np.mean(values <= bound) for bound in range(50)] for values in (one, two)]
+        assert Reference({None: one}).distance(None, two) == pytest.approx(np.abs(np.subtract(*shares)).max())
