@@ -25,7 +25,7 @@ from rich.table import Table
 
 from lightning_lengthpool import LengthPoolDataModule
 from lightning_lengthpool.dataset import LengthPoolDataset
-from lightning_lengthpool.pool import LengthPool
+from lightning_lengthpool.flush_pool import FlushPool
 
 
 def module(path: Path, pool_size: int) -> LengthPoolDataModule:
@@ -58,15 +58,15 @@ def save_and_restore(path: Path, pool_size: int) -> tuple[int, float, float]:
 def without_a_place(path: Path, pool_size: int) -> Loader:
     """A loader whose worker neither takes snapshots nor sends places: patched before it is forked."""
 
-    def turn(self: LengthPool, upstream: Any) -> bool:
+    def turn(self: FlushPool, upstream: Any) -> bool:
         self.snapshot = {"pools": 0}
         return original(self, upstream)
 
-    original = LengthPool._turn
+    original = FlushPool._turn
     with (
-        patch.object(LengthPool, "_turn", turn),
+        patch.object(FlushPool, "_turn", turn),
         patch.object(LengthPoolDataset, "_place", lambda self: {}),
-        patch("lightning_lengthpool.pool._SNAPSHOT_SAMPLES", float("inf")),
+        patch("lightning_lengthpool.flush_pool.SNAPSHOT_SAMPLES", float("inf")),
     ):
         return Loader(path, 0.001, policy="pool", num_workers=1, pool_size=pool_size)
 

@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_lengthpool import LengthPoolDataModule
-from lightning_lengthpool.pool import LengthPool
+from lightning_lengthpool.flush_pool import FlushPool
 
 
-class CollectThenFlush(LengthPool):
+class CollectThenFlush(FlushPool):
     """The reference's way: nothing comes in while a pool is handed out."""
 
     def _fill(self, upstream: Iterator[Any], samples: int) -> None:

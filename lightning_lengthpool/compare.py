@@ -83,6 +83,8 @@ def compare(
     tokens = {sum(rank["tokens"] for rank in run["ranks"]) for policy in result["policies"] for run in policy["runs"]}
     if len(tokens) > 1:
         print(f"WARNING: the runs saw different samples ({min(tokens):,.0f} to {max(tokens):,.0f} tokens)")
+        if "stream" in policies:
+            print("(policy stream never empties its pool, so at the end of a run others are left in it)")
     print_table(compare_table(result["policies"]))
     if all(len(run["ranks"]) == 1 for policy in result["policies"] for run in policy["runs"]):
         print("NOTE: one rank waits for nobody. Set trainer.devices to 2 or more to see what the policies change.")

@@ -3,7 +3,7 @@
 All costs are in tokens: one unit is the work of one token of the model's linear layers, attention left out. A model is
 named in a config by `class_path` and `init_args`, say
 
-    cost_model:
+    cost:
       class_path: lightning_lengthpool.cost_models.QuadraticCost
       init_args: {hidden_size: 4096, causal: true}
 

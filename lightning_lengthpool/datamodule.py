@@ -199,6 +199,11 @@ class LengthPoolDataModule(LightningDataModule):
                 f"reference_lengths is {str(self.reference_lengths)!r}, but the file differs between the ranks (here "
                 f"it has {self._reference}): they would aim at different lengths. Give all ranks the same file."
             )
+        if stage == "fit" and (cost := self.settings.cost) is not None and not agreement.is_same(cost.fingerprint()):
+            raise ValueError(
+                f"cost differs between the ranks (here it is {cost!r}): they would sort their samples differently. Give"
+                " all ranks the same model, and the same file if it is fitted from one."
+            )
 
     def train_dataloader(self) -> TrainLoader:
         """This rank's endless stream, cut into epochs of `virtual_epoch_length` batches.

@@ -220,11 +220,11 @@ def fill_budget(
         The block as a slice `(start, stop)` of `costs`.
     """
     n, most = len(costs), len(costs) if batch_size is None else batch_size
-    cumulative = np.concatenate(([0.0], np.cumsum(costs)))
+    cumulative = None if is_padded else np.concatenate(([0.0], np.cumsum(costs)))
 
     def start_of(last: int) -> int:
         """Where a batch begins whose dearest sample is `last`; negative if it has room for cheaper ones than exist."""
-        if is_padded:
+        if cumulative is None:
             fits = int(budget // costs[last]) if costs[last] * most > budget else most
         elif cumulative[last + 1] < budget:
             fits = last + 2
