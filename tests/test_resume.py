@@ -177,6 +177,7 @@ def test_pools_that_still_grow(dataset: Callable[..., Path], policy: str) -> Non
         {"shuffle_buffer_size": 20},
         {"max_samples_per_sequence": 4},
     ],
+    ids="-".join,  # a function has another text in every process
 )
 def test_whatever_the_pool_and_the_data_look_like(dataset: Callable[..., Path], settings: dict) -> None:
     path = dataset(LENGTHS, shards=3)
