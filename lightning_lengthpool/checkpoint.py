@@ -105,7 +105,8 @@ def split(
         )
     before = saved["settings"]
     shape = ("ranks", "num_workers")
-    for name in sorted(set(settings) | set(before)):
+    later = {"length_fn"} - set(before)  # of which the first checkpoints did not know
+    for name in sorted((set(settings) | set(before)) - later):
         if name not in shape and before.get(name) != settings.get(name):
             raise ValueError(
                 f"the checkpoint was saved with {name} {before.get(name)!r}, and now it is {settings.get(name)!r}: its "

@@ -56,7 +56,9 @@ def compare(
         raise ValueError(f"repeats is {repeats} and steps is {steps}, expected integers of at least 1")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 or int(os.environ.get("SLURM_NTASKS", 1)) > 1:
         raise ValueError("compare starts its own processes: run it once on one machine, not under torchrun or srun")
-    pool_steps, wanted = steps_per_pool(config), steps or config["trainer"].get("max_steps") or -1
+    for policy in policies:
+        _check_policy(config, policy)
+    pool_steps, wanted = steps_per_pool(config, policies), steps or config["trainer"].get("max_steps") or -1
     total = pool_steps * max(2, math.ceil(wanted / pool_steps))
     if total != wanted:
         asked = f"{wanted} were asked for, but" if wanted > 0 else "for"
@@ -94,11 +96,12 @@ def compare(
     return result
 
 
-def steps_per_pool(config: Any) -> int:
+def steps_per_pool(config: Any, policies: Sequence[str] = ()) -> int:
     """Optimizer steps after which every worker has handed out whole pools.
 
     Worker `i % num_workers` makes a rank's batch `i`, so a whole number of pools of every worker is
     `num_workers * lcm(pool_size, batch_size) / batch_size` micro-batches; accumulation takes several of them a step.
+    Policy `blocks` rounds its pool down to whole batches: with it the number is one that fits both.
 
     Raises:
         ValueError: If the configuration's data module has no pool.
@@ -107,10 +110,30 @@ def steps_per_pool(config: Any) -> int:
     settings = data.get("init_args") if data is not None else None
     if settings is None or settings.get("pool_size") is None:
         raise ValueError("the config's 'data' is not a LengthPoolDataModule (or one derived from it) with a pool_size")
-    batch_size = settings.get("batch_size") or 1
-    micro_batches = max(1, settings["num_workers"]) * math.lcm(max(1, settings["pool_size"]), batch_size) // batch_size
+    batch_size, pool_size = settings.get("batch_size") or 1, max(1, settings["pool_size"])
+    blocks = max(1, pool_size // batch_size) * batch_size if "blocks" in policies else batch_size
+    samples = math.lcm(pool_size, batch_size, blocks)
+    micro_batches = max(1, settings["num_workers"]) * samples // batch_size
     accumulated = config["trainer"].get("accumulate_grad_batches") or 1
     return math.lcm(micro_batches, accumulated) // accumulated
+
+
+def _check_policy(config: Any, policy: str) -> None:
+    """Refuse a policy that the configuration's other settings do not go with, before anything is trained.
+
+    Raises:
+        ValueError: If so; the message names the settings.
+    """
+    settings = config.get("data", {}).get("init_args") or {}
+    of_stream = ("max_tokens", "reference_lengths", "class_fn", "class_shares")
+    found = [name for name in of_stream if settings.get(name) is not None and policy != "stream"]
+    if settings.get("pool_warmup") is not None and policy not in ("pool", "blocks"):
+        found.append("pool_warmup")
+    if found:
+        raise ValueError(
+            f"policy {policy!r} does not go with {', '.join(found)} in the config. Leave the policy out with "
+            "--policies, or compare with a config without these settings."
+        )
 
 
 def last_logged(metrics_csv: Path, name: str | None) -> float | None:

@@ -116,6 +116,7 @@ class LengthPoolDataModule(LightningDataModule):
         super().__init__()
         if not sys.platform.startswith("linux"):
             raise RuntimeError(f"lightning_lengthpool runs on Linux only (energon forks), this is {sys.platform!r}")
+        require_stream(policy, pool_size, class_shares=class_shares)
         if class_shares is not None and class_fn is None:
             class_fn = packed_class
         require_stream(policy, pool_size, reference_lengths=reference_lengths, class_fn=class_fn)
@@ -194,15 +195,21 @@ class LengthPoolDataModule(LightningDataModule):
             raise error
         if failed:
             raise ValueError(f"the data could not be set up on {failed} other rank(s): see their messages")
-        if stage == "fit" and self._reference is not None and not agreement.is_same(str(self._reference)):
+        if stage == "fit":
+            self._agree(agreement)
+
+    def _agree(self, agreement: Agreement) -> None:
+        """Check that what the order depends on is the same on all ranks; each rank asks the same questions."""
+        if not agreement.is_same(str(self._reference)):
             raise ValueError(
                 f"reference_lengths is {str(self.reference_lengths)!r}, but the file differs between the ranks (here "
                 f"it has {self._reference}): they would aim at different lengths. Give all ranks the same file."
             )
-        if stage == "fit" and (cost := self.settings.cost) is not None and not agreement.is_same(cost.fingerprint()):
+        settings = self._saved_settings(self._worker_config(self.num_workers))
+        if not agreement.is_same(str(sorted((name, settings[name]) for name in settings if name != "path"))):
             raise ValueError(
-                f"cost differs between the ranks (here it is {cost!r}): they would sort their samples differently. Give"
-                " all ranks the same model, and the same file if it is fitted from one."
+                f"the data module's settings differ between the ranks, here they are {settings}: the ranks would train "
+                "on different lengths at the same step. Give all ranks the same settings."
             )
 
     def train_dataloader(self) -> TrainLoader:
@@ -326,6 +333,8 @@ class LengthPoolDataModule(LightningDataModule):
         return {
             "path": describe_split(self.path, "train"),
             "policy": settings.policy,
+            "length_fn": _function_name(settings.length_fn),
+            "class_fn": _function_name(settings.class_fn),
             "cost": None if settings.cost is None else settings.cost.fingerprint(),
             "pool_warmup": None if settings.warmup is None else str(settings.warmup),
             "max_tokens": None if settings.max_tokens is None else float(settings.max_tokens),
@@ -430,3 +439,8 @@ class LengthPoolDataModule(LightningDataModule):
         if self.settings.max_tokens is None:
             return max(1, samples // (world_size * (self.batch_size or 1)))
         return max(1, int(samples / world_size * self._batches_per_sample()))
+
+
+def _function_name(function: Callable[..., Any] | None) -> str | None:
+    """What a checkpoint knows of a function: another one of the same name is not noticed."""
+    return None if function is None else getattr(function, "__qualname__", type(function).__qualname__)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from lightning_lengthpool.cost_models import CostModel
-from lightning_lengthpool.length import LengthFn, get_field, sample_length
+from lightning_lengthpool.cost_models import CostModel, sample_cost
+from lightning_lengthpool.length import LengthFn, sample_length
 from lightning_lengthpool.order import get_policy
 from lightning_lengthpool.stream import Reference
 
@@ -172,6 +172,10 @@ class PoolSettings:
             _check_shares(self.class_shares)
             # in one order on all ranks, whatever the order in which they were written down
             object.__setattr__(self, "class_shares", dict(sorted(self.class_shares.items())))
+        if self.warmup is not None and not isinstance(self.warmup, PoolWarmup):
+            raise ValueError(f"pool_warmup is {self.warmup!r}, expected PoolWarmup(initial=..., flushes=...)")
+        if self.over_budget != "error" and self.max_tokens is None:
+            raise ValueError(f"over_budget is {self.over_budget!r}, but there is no max_tokens to be over. Set it.")
         if self.warmup is not None and (self.policy not in ("pool", "blocks") or self.warmup.initial > self.pool_size):
             raise ValueError(
                 f"pool_warmup is {self.warmup} with policy {self.policy!r} and pool_size {self.pool_size}: it is for "
@@ -210,13 +214,7 @@ class PoolSettings:
         length = sample_length(sample, self.length_fn)
         if self.cost is None:
             return Size(length, length)
-        cost = self.cost.cost(sample, length)
-        if not 0 <= cost < math.inf:
-            raise ValueError(
-                f"sample {get_field(sample, '__key__')!r} costs {cost!r} (from {self.cost!r}), expected a finite "
-                "number of at least 0"
-            )
-        return Size(length, float(cost))
+        return Size(length, sample_cost(sample, length, self.cost))
 
     def __str__(self) -> str:
         set_to = {name: value for name, value in vars(self).items() if value is not None and name != "reference"}

@@ -73,10 +73,12 @@ def read_reference_lengths(path: str | Path) -> ReferenceLengths:
         FileNotFoundError: If it is not there.
         ValueError: If it has no column `tokens` or no rows, or a row is wrong; the message names the line.
     """
+    if not isinstance(path, (str, Path)):
+        raise ValueError(f"reference_lengths is {path!r}, expected the path of a CSV file")
     if not Path(path).is_file():
         raise FileNotFoundError(f"reference_lengths is {str(path)!r}, but no file is there")
     lengths: dict[str | None, list[float]] = {}
-    with open(path, newline="") as file:
+    with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:  # spreadsheets put a mark before it
         reader = csv.DictReader(file, skipinitialspace=True)
         names = reader.fieldnames or []
         if "tokens" not in names:
@@ -119,6 +121,16 @@ def with_reference(
     if file is None:
         return settings
     reference = file.costs(settings.cost, by_class=class_fn is not None)
+    if settings.max_tokens is not None and settings.over_budget == "drop":  # what never comes in is no aim
+        fitting = {kind: costs[costs <= settings.max_tokens] for kind, costs in reference.costs.items()}
+        for kind, costs in fitting.items():
+            if not len(costs):
+                whose = "" if kind is None else f" of class {kind!r}"
+                raise ValueError(
+                    f"all lengths{whose} in reference_lengths {file.path!r} cost more than max_tokens "
+                    f"({settings.max_tokens:g}), and over_budget is 'drop': nothing would be left of them"
+                )
+        reference = Reference(fitting)
     shares = settings.class_shares
     if class_fn is not None:
         if shares is None:

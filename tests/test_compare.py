@@ -59,3 +59,26 @@ def test_the_last_logged_value_of_the_validation_loss_counts(tmp_path: Path) -> 
     assert last_logged(path, None) == 2.5
     assert last_logged(path, "val/accuracy") == 0.75
     assert last_logged(path, "val/other") is None
+
+
+def test_blocks_rounds_its_pools_and_the_number_of_steps_fits_both() -> None:
+    assert steps_per_pool(config(pool_size=10, batch_size=4), ["none", "blocks"]) == 10  # pools of 10 and of 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "policies", "name"),
+    [
+        ({"max_tokens": 100}, ["stream", "none"], "policy 'none' does not go with max_tokens"),
+        (
+            {"pool_warmup": {"initial": 1, "flushes": 2}},
+            ["pool", "stream"],
+            "policy 'stream' does not go with pool_warmup",
+        ),
+    ],
+)
+def test_a_policy_that_does_not_go_with_the_config_is_refused_before_any_run(
+    settings, policies, name, tmp_path
+) -> None:
+    with pytest.raises(ValueError, match=name):
+        compare(config(**settings), [], policies, out=str(tmp_path))
+    assert not list(tmp_path.iterdir())

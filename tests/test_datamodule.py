@@ -490,7 +490,7 @@ def test_a_rank_that_cannot_be_set_up_ends_the_others_too(
         ({"policy": "blocks", "max_tokens": 9}, "max_tokens is 9 with policy 'blocks'.*Set policy to 'stream'"),
         ({"reference_lengths": "a.csv"}, "reference_lengths is 'a.csv' with policy 'pool'.*Set policy to 'stream'"),
         ({"class_fn": len}, "class_fn is .* with policy 'pool'"),
-        ({"class_shares": {"a": 1}}, "class_fn is .*packed_class.* with policy 'pool'"),
+        ({"class_shares": {"a": 1}}, "class_shares is .* with policy 'pool'"),
         ({"policy": "stream", "class_fn": len}, "class_fn is set, but nothing tells how many batches each class has"),
         ({"policy": "blocks", "pool_size": 1}, "pool_size is 1, less than batch_size 2"),
         ({"pool_warmup": PoolWarmup(99, 2)}, "pool_warmup is PoolWarmup.*initial is at most pool_size"),

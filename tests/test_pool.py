@@ -9,6 +9,7 @@ from lightning_lengthpool.cost_models import CostModel, QuadraticCost
 from lightning_lengthpool.flush_pool import FlushPool
 from lightning_lengthpool.order import get_policy
 from lightning_lengthpool.pool import PoolSettings, PoolWarmup
+from lightning_lengthpool.reference import read_reference_lengths, with_reference
 from lightning_lengthpool.stream import Reference
 
 
@@ -89,7 +90,7 @@ class Halves(CostModel):
 def test_a_sample_is_measured_by_length_and_cost() -> None:
     assert PoolSettings().measure({"total_len": 8}) == (8, 8)
     assert PoolSettings(cost=Halves()).measure({"total_len": 8}) == (8, 4)
-    with pytest.raises(ValueError, match=r"sample 'x' costs -1.0 \(from Halves\(\)\), expected a finite number"):
+    with pytest.raises(ValueError, match=r"sample 'x' costs -1.0 by Halves\(\), expected a finite number"):
         PoolSettings(cost=Halves()).measure({"total_len": 13, "__key__": "x"})
 
 
@@ -146,3 +147,13 @@ def test_a_growing_pool_has_filled_by_the_time_it_is_needed() -> None:
         assert most == 2
     finally:
         CONFIG.worker_deactivate()
+
+
+def test_the_reference_is_without_what_is_dropped(tmp_path) -> None:
+    path = tmp_path / "lengths.csv"
+    path.write_text("\ufefftokens,class\n5,a\n7,a\n90,a\n95,b\n")
+    file = read_reference_lengths(path)
+    settings = PoolSettings(policy="stream", max_tokens=50, over_budget="drop")
+    assert with_reference(settings, file, None, None).reference.costs[None].tolist() == [5, 7]
+    with pytest.raises(ValueError, match="all lengths of class 'b' in reference_lengths .* cost more than max_tokens"):
+        with_reference(settings, file, len, None)

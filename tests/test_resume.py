@@ -148,7 +148,7 @@ def by_parity(sample: NoisySample) -> str:
         {"shuffle_buffer_size": 20, "max_samples_per_sequence": 4},
         {"batch_size": 1, "pool_size": 30, "cost": QuadraticCost(k=50)},
     ],
-    ids=str,
+    ids="-".join,  # the text of a function would differ between processes
 )
 @pytest.mark.filterwarnings("ignore:.*over_budget is 'drop'")
 def test_a_stream_of_whatever_settings(dataset: Callable[..., Path], tmp_path: Path, settings: dict) -> None:
@@ -177,7 +177,6 @@ def test_pools_that_still_grow(dataset: Callable[..., Path], policy: str) -> Non
         {"shuffle_buffer_size": 20},
         {"max_samples_per_sequence": 4},
     ],
-    ids="-".join,  # a function has another text in every process
 )
 def test_whatever_the_pool_and_the_data_look_like(dataset: Callable[..., Path], settings: dict) -> None:
     path = dataset(LENGTHS, shards=3)
