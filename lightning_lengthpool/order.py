@@ -197,11 +197,22 @@ def budget_block(
     Returns:
         The block as a slice `(start, stop)` of `costs`.
     """
-    cumulative = np.cumsum(batch_shares(costs, budget, batch_size))
-    top = min(int(np.searchsorted(cumulative, u * cumulative[-1], side="right")), len(costs) - 1)
+    top = _place(batch_shares(costs, budget, batch_size), u)
     if target is not None:
         top = min(max(0, int(_towards(costs, top + 0.5, target))), len(costs) - 1)
     return fill_budget(costs, top, budget, batch_size, is_padded)
+
+
+def _place(weights: Array, u: float) -> int:
+    """Where a share `u` of all weights is reached; in two steps, for a sum over all of them in a row takes longer."""
+    size = max(1, math.isqrt(len(weights)))
+    sums = np.add.reduceat(weights, np.arange(0, len(weights), size))
+    ends = np.cumsum(sums)
+    wanted = u * ends[-1]
+    part = min(int(np.searchsorted(ends, wanted, side="right")), len(ends) - 1)
+    within = np.cumsum(weights[part * size : (part + 1) * size]) + (ends[part] - sums[part])
+    place = part * size + int(np.searchsorted(within, wanted, side="right"))
+    return min(place, (part + 1) * size - 1, len(weights) - 1)
 
 
 def fill_budget(
