@@ -65,7 +65,7 @@ def without_a_place(path: Path, pool_size: int) -> Loader:
     original = FlushPool._turn
     with (
         patch.object(FlushPool, "_turn", turn),
-        patch.object(LengthPoolDataset, "_place", lambda self: {}),
+        patch.object(LengthPoolDataset, "_place", lambda self: {"pool": {}}),
         patch("lightning_lengthpool.flush_pool.SNAPSHOT_SAMPLES", float("inf")),
     ):
         return Loader(path, 0.001, policy="pool", num_workers=1, pool_size=pool_size)
