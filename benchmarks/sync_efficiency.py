@@ -40,7 +40,6 @@ from lightning_lengthpool.stream import Reference, SortedPool
 
 SAMPLES = 4000  # of each rank
 REFERENCE = 5000  # lengths in the reference file
-DEFAULT = Path(__file__).parents[1].parent / "shared" / "traces"
 SETTING = ("trace", "ranks", "batch_size", "max_tokens", "pool_size", "policy")
 FIGURES = ("sync", "padding", "useful", "count_spread", "neighbour_corr", "cost_cv", "length_bias")
 OURS = ("none", "pool", "blocks", "stream", "stream+reference")
@@ -351,7 +350,7 @@ def read_trace(path: Path) -> np.ndarray:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--trace", type=Path, nargs="+", help="CSVs with a column `tokens`; default: ../shared/traces/*.csv"
+        "--trace", type=Path, nargs="+", required=True, help="CSVs with a column `tokens`, one row a sample"
     )
     parser.add_argument("--out", type=Path, default=Path("sync_efficiency"), help="folder of the results")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
@@ -363,10 +362,7 @@ def main() -> None:
     parser.add_argument("--cases_only", action="store_true", help="no ordering cost, packed mix, soundness and targets")
     parser.add_argument("--pipeline", action="store_true", help="check the simulation against energon and its loaders")
     options = parser.parse_args()
-    paths = options.trace or sorted(DEFAULT.glob("*.csv"))
-    if not paths:
-        parser.error("--trace: give one or more CSVs with a column `tokens`, one row a sample")
-    traces = {path.stem: read_trace(path) for path in paths}
+    traces = {path.stem: read_trace(path) for path in options.trace}
     console = Console(width=120)
     if options.pipeline:
         from pipeline import compare

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from lightning_lengthpool import cost
 from lightning_lengthpool.fit import TINY, Fit, least_squares, lower_median, robust_moments, solve
-from lightning_lengthpool.records import COLUMNS, by_step
+from lightning_lengthpool.records import COLUMNS, by_step, step_starts
 
 Array = NDArray[np.float64]
 
@@ -166,7 +166,7 @@ class CauseTracker:
             later = chunk["step"] != chunk["step"][0]
             chunk = {name: column[later] for name, column in chunk.items()}
         self._chunks.append(chunk)
-        self._buffered += len(_starts(chunk["step"]))
+        self._buffered += len(step_starts(chunk["step"]))
         return self._analyse_buffer(self._buffered - self._buffered % self.window)
 
     def finish(self) -> list[Window]:
@@ -207,7 +207,7 @@ class CauseTracker:
         if not steps:
             return []
         rows = {name: np.concatenate([chunk[name] for chunk in self._chunks]) for name in COLUMNS}
-        bounds = np.append(_starts(rows["step"]), len(rows["step"]))
+        bounds = np.append(step_starts(rows["step"]), len(rows["step"]))
         self._buffered -= steps
         self._chunks = [{name: column[bounds[steps] :].copy() for name, column in rows.items()}]
         edges = [*bounds[: steps : self.window], bounds[steps]]
@@ -240,7 +240,7 @@ class CauseTracker:
             assert self._model is not None
             by = "seconds"
             # the fits are linear, so a step's seconds are the fit of its micro-batches' summed features
-            summed = np.add.reduceat(features, _starts(step[:, 0]), axis=0)[complete]
+            summed = np.add.reduceat(features, step_starts(step[:, 0]), axis=0)[complete]
             compute, data, seconds = (
                 table[name][complete] for name in ("compute_seconds", "data_seconds", "step_seconds")
             )
@@ -339,14 +339,12 @@ def _uneven(factor: Array, noise: Array, weight: Array) -> Array:
 def _split(compute: Array, data: Array, step: Array, features: Array, model: _Model) -> Array:
     """Split the waiting of some steps by its cause.
 
-    With c and d a rank's seconds of compute and of waiting for data in a step, a step takes max(c + d), of which
-    `max(c + d) - max(c)` is due to data. On CUDA a fetch may overlap with compute that is still running, so this part
-    is at most the step's wall-clock seconds beyond `max(c)`. Noise can also even out what the fits predict: then the
-    predicted parts are scaled down to what was measured.
+    A step takes the slowest rank's compute and what data add, see `cost.data_seconds_lost`. Noise can even out what
+    the fits predict: then the predicted parts are scaled down to what was measured.
 
     Args:
-        compute: c, `[steps, ranks]`.
-        data: d, `[steps, ranks]`.
+        compute: Each rank's own, `[steps, ranks]`.
+        data: Each rank's waiting for data, `[steps, ranks]`.
         step: Wall-clock seconds, `[steps, ranks]`, NaN where not measured.
         features: Summed over the step's micro-batches, `[steps, ranks, 3]`.
         model: The fits.
@@ -355,8 +353,7 @@ def _split(compute: Array, data: Array, step: Array, features: Array, model: _Mo
         Seconds `[total, idle, lengths, slow_rank, data]`.
     """
     slowest = compute.max(axis=1)
-    beyond = np.where(np.isnan(step), np.inf, step).max(axis=1) - slowest
-    data_part = float(np.minimum((compute + data).max(axis=1) - slowest, np.maximum(beyond, 0.0)).sum())
+    data_part = float(cost.data_seconds_lost(compute, data, step).sum())
     waiting = _waiting(compute)
     typical = model.pace * model.reference
     lengths = _waiting(features @ typical)
@@ -396,7 +393,3 @@ def _data_ranks(ranks: list[int], own: Array, fraction: float) -> list[int]:
 
 def _fit(theta: Array, k: float) -> Fit:
     return Fit(float(theta[0]), float(theta[1]), k)
-
-
-def _starts(step: Array) -> NDArray[np.intp]:
-    return np.flatnonzero(np.diff(step, prepend=np.nan) != 0)

@@ -64,6 +64,33 @@ def idle_fraction(costs: ArrayLike) -> float:
     return float(rank_idle_fractions(values.sum(axis=0), float(values.max(axis=1).sum())).mean())
 
 
+def data_seconds_lost(compute: ArrayLike, data: ArrayLike, step: ArrayLike) -> Array:
+    """Seconds by which waiting for data makes each step longer: `max(compute + data) - max(compute)` over ranks.
+
+    A fetch may overlap with compute that is still running on a GPU, so it is at most what the step's wall-clock seconds
+    leave beyond `max(compute)`.
+
+    Args:
+        compute: Each rank's own compute, `[steps, ranks]`.
+        data: Each rank's waiting for data, `[steps, ranks]`; NaN counts as 0.
+        step: Wall-clock seconds, `[steps, ranks]`; no such bound where all are NaN.
+
+    Returns:
+        Shape `[steps]`.
+
+    Example:
+        >>> data_seconds_lost([[1, 2]], [[3, 0]], [[9, 9]]).tolist()
+        [2.0]
+    """
+    values = _checked("compute", compute, ndim=2)
+    waits, wall = np.nan_to_num(np.asarray(data, dtype=np.float64)), np.asarray(step, dtype=np.float64)
+    slowest = values.max(axis=1)
+    beyond = np.where(np.isnan(wall), -np.inf, wall).max(axis=1)
+    bound = np.where(np.isneginf(beyond), np.inf, np.maximum(beyond - slowest, 0.0))
+    lost: Array = np.minimum((values + waits).max(axis=1) - slowest, bound)
+    return lost
+
+
 def rank_idle_fractions(own: ArrayLike, slowest: float) -> Array:
     """Each rank's share of its time spent waiting: `1 - own / slowest`. Their mean is the idle fraction.
 

@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.energon import SavableDataset
-from megatron.energon.wrappers.base import BaseWrapperDataset
 from megatron.energon.wrappers.buffer import SavableSampleBuffer
 
 from lightning_lengthpool.order import Policy, get_policy
-from lightning_lengthpool.pool import SNAPSHOT_SAMPLES, Entry, PoolSettings, Size, Slot
+from lightning_lengthpool.pool import SNAPSHOT_SAMPLES, Entry, PoolSettings, Size, Slot, rewind
 from lightning_lengthpool.state import from_plain, to_plain
 
 
@@ -195,8 +194,7 @@ class FlushPool:
     def restore(self, snapshot: dict[str, Any] | None, place: dict[str, Any]) -> None:
         self.reset()
         if snapshot is None:
-            deep = isinstance(self.dataset, BaseWrapperDataset)
-            self.dataset.reset_state_deep() if deep else self.dataset.reset_state_own()
+            rewind(self.dataset)
             return
         self.snapshot = to_plain(snapshot)
         for name in self._saved:

@@ -179,11 +179,9 @@ class Journal:
         self._log_windows(windows)
         if not complete.any():
             return cost.idle_fraction(table["padded_tokens"])
-        compute, data = table["compute_seconds"][complete], np.nan_to_num(table["data_seconds"][complete])
-        slowest = compute.max(axis=1)
-        # as in causes.py: data count as far as the step lasts
-        last = np.minimum((compute + data).max(axis=1), np.fmax(table["step_seconds"][complete].max(axis=1), slowest))
-        return float(1.0 - compute.mean(axis=1).sum() / last.sum()) if last.sum() > 0 else math.nan
+        compute, data, step = (table[f"{name}_seconds"][complete] for name in ("compute", "data", "step"))
+        total = float((compute.max(axis=1) + cost.data_seconds_lost(compute, data, step)).sum())
+        return float(cost.rank_idle_fractions(compute.sum(axis=0), total).mean())
 
     def _log_windows(self, windows: Sequence[Window]) -> None:
         for window in windows:

@@ -55,7 +55,7 @@ class SyncMonitor(Callback):
     - `sync/compute_seconds_mean`, `_min`, `_max`, `_variance` over ranks (absent where not measured)
     - `sync/tokens_mean`, `_min`, `_max`, `_variance` over ranks
     - `sync/padding_fraction`, `sync/useful_fraction`
-    - `sync/data_wait_seconds_max` over ranks (absent if the loader does not report it)
+    - `sync/data_wait_seconds_max` over ranks (absent for a `training_step` that fetches its batches itself)
 
     and appends to `<trainer.log_dir>/sync/steps.csv` (columns: `records.COLUMNS`), one row for each
     micro-batch and rank. A fit that starts at step 0 starts the file anew; a resumed one drops the rows of
@@ -216,11 +216,11 @@ class SyncMonitor(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._remove_hooks()
         self._exchange(trainer)
-        lengths = self._gather(trainer, torch.from_numpy(self._lengths.padded())).numpy()
-        ranks = self._gather(trainer, torch.tensor([self._rank])).ravel().tolist()
+        own = torch.from_numpy(np.append(self._rank, self._lengths.padded()))
+        gathered = self._gather(trainer, own).numpy()
         self._training = False
         if self.journal is not None:
-            by_rank = dict(zip(reversed(ranks), lengths[::-1], strict=True))  # the first of each data rank
+            by_rank = {row[0]: row[1:] for row in gathered[::-1]}  # the first of each data rank
             self.journal.close([own[~np.isnan(own)] for _, own in sorted(by_rank.items())])
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

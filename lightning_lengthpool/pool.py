@@ -6,6 +6,9 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from megatron.energon import SavableDataset
+from megatron.energon.wrappers.base import BaseWrapperDataset
+
 from lightning_lengthpool.cost_models import CostModel, sample_cost
 from lightning_lengthpool.length import LengthFn, sample_length
 from lightning_lengthpool.order import get_policy
@@ -83,6 +86,11 @@ class Pool(Protocol):
 
     def restore(self, snapshot: dict[str, Any] | None, place: dict[str, Any]) -> None:
         """Go on from a place; the samples are re-read by `start`. Without a snapshot that is the beginning."""
+
+
+def rewind(dataset: SavableDataset) -> None:
+    """Let a stream begin anew."""
+    dataset.reset_state_deep() if isinstance(dataset, BaseWrapperDataset) else dataset.reset_state_own()
 
 
 @dataclass(frozen=True)

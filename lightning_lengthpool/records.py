@@ -62,11 +62,16 @@ def by_step(steps: Mapping[str, Array]) -> dict[str, Array]:
             "or join runs on different numbers of ranks."
         )
     number = steps["step"].reshape(-1, width)[:, 0] if rows else steps["step"]
-    starts = np.flatnonzero(np.diff(number, prepend=np.nan) != 0)
+    starts = step_starts(number)
     summed = [name for name in COLUMNS if name not in ("step", "rank", "longest")]
     grid = {name: steps[name].reshape(-1, width) for name in summed}
     sums = {name: np.add.reduceat(table, starts) if rows else table for name, table in grid.items()}
     return {"step": number[starts], "rank": ranks, **sums}
+
+
+def step_starts(step: Array) -> NDArray[np.intp]:
+    """Where each step begins among the numbers of rows in order."""
+    return np.flatnonzero(np.diff(step, prepend=np.nan) != 0)
 
 
 class RunTotals:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lightning_lengthpool.causes import CauseTracker, Window
 from lightning_lengthpool.findings import findings
-from lightning_lengthpool.records import by_step, summarize
+from lightning_lengthpool.records import by_step, step_starts, summarize
 from lightning_lengthpool.steps_file import read_steps, thinned
 
 Array = NDArray[np.float64]
@@ -85,7 +85,7 @@ def load_run(path: str | Path) -> Run:
         raise ValueError(f"{file} has {count} yet; a run writes them every_n_steps (of SyncMonitor) at a time")
     width = len(table["rank"])
     costs = steps["padded_tokens"].reshape(-1, width)
-    starts = np.flatnonzero(np.diff(steps["step"].reshape(-1, width)[:, 0], prepend=np.nan) != 0)
+    starts = step_starts(steps["step"].reshape(-1, width)[:, 0])
     tracker = CauseTracker(window=max(_WINDOW, -(-len(table["step"]) // _WINDOWS)))
     windows = [*tracker.add(steps), *tracker.finish()]
     about = _read_about(file.with_name("run.json"))

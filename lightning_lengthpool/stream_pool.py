@@ -10,10 +10,10 @@ from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
 from megatron.energon import SavableDataset
-from megatron.energon.wrappers.base import BaseWrapperDataset, get_sample_restore_key
+from megatron.energon.wrappers.base import get_sample_restore_key
 
 from lightning_lengthpool.length import get_field
-from lightning_lengthpool.pool import SNAPSHOT_SAMPLES, Entry, PoolSettings, Size, Slot
+from lightning_lengthpool.pool import SNAPSHOT_SAMPLES, Entry, PoolSettings, Size, Slot, rewind
 from lightning_lengthpool.state import from_plain, to_plain
 from lightning_lengthpool.stream import Block, SortedPool
 
@@ -182,8 +182,7 @@ class StreamPool:
     def restore(self, snapshot: dict[str, Any] | None, place: dict[str, Any]) -> None:
         self.reset()
         if snapshot is None:
-            deep = isinstance(self.dataset, BaseWrapperDataset)
-            self.dataset.reset_state_deep() if deep else self.dataset.reset_state_own()
+            rewind(self.dataset)
             return
         self.snapshot, self._pending = to_plain(snapshot), dict(place)
         self.dataset.restore_state(from_plain(snapshot["data"]))

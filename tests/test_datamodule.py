@@ -18,7 +18,7 @@ from torchmetrics import MeanMetric
 from lightning_lengthpool import LengthPoolDataModule, SyncMonitor
 from lightning_lengthpool.classes import packed_class
 from lightning_lengthpool.cli import parse_config
-from lightning_lengthpool.cost_models import PackedCost
+from lightning_lengthpool.cost_models import PackedCost, QuadraticCost
 from lightning_lengthpool.pool import PoolWarmup
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -457,6 +457,24 @@ def test_a_reference_that_differs_on_one_rank_is_an_error_on_all(dataset: Callab
     messages = run_ranks(fit_with_own_reference, 2, path=str(dataset(LENGTHS)), folder=str(tmp_path))
     assert all("reference_lengths is" in message and "differs between the ranks" in message for message in messages)
     assert "120 lengths" in messages[0] and "119 lengths" in messages[1]
+
+
+def fit_with_own_settings(path: str, folder: str) -> list[str]:
+    """Rank 1 has other settings."""
+    messages, other = [], os.environ["RANK"] == "1"
+    for settings in ({"cost": QuadraticCost(k=50.0) if other else None}, {"seed": int(other)}):
+        module = data(Path(path), **settings)
+        try:
+            trainer(Path(folder), devices=2, strategy="ddp", max_steps=1).fit(Recorder(), module)
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_settings_that_differ_on_one_rank_are_an_error_on_all(dataset: Callable[..., Path], tmp_path: Path) -> None:
+    for messages in run_ranks(fit_with_own_settings, 2, path=str(dataset(LENGTHS)), folder=str(tmp_path)):
+        assert len(messages) == 2
+        assert all("settings differ between the ranks" in message for message in messages)
 
 
 def test_two_ranks_train_on_a_budget(dataset: Callable[..., Path], tmp_path: Path) -> None:

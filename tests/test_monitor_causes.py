@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from ranks import run_ranks
+from test_monitor import Record, SlowBackward
 from torch import Tensor, nn
 
 from lightning_lengthpool.causes import CauseTracker
@@ -35,12 +36,6 @@ SCENARIOS = {
     "loader": ("data", f"data loading is the bottleneck on rank {SLOW}"),
     "equal": (None, "nothing stands out"),
 }
-
-
-class Record(NamedTuple):
-    lengths: tuple[float, ...]
-    fetch_started: float
-    data_seconds: float
 
 
 class Loader:
@@ -66,20 +61,6 @@ class Loader:
         return self.records.pop(0)
 
 
-class Sleep(torch.autograd.Function):
-    """Work in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.seconds)
-        return grad, None
-
-
 class Model(LightningModule):
     """8 ms and 60 us a token in the forward pass, 8 ms in the backward pass."""
 
@@ -91,7 +72,9 @@ class Model(LightningModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         slow = self.global_rank == SLOW
         time.sleep((0.008 + 60e-6 * float(batch[0, 0])) * (1.8 if slow and self.fault == "forward" else 1.0))
-        hidden = Sleep.apply(self.first(batch / 1000), 0.008 + (0.012 if slow and self.fault == "backward" else 0.0))
+        hidden = SlowBackward.apply(
+            self.first(batch / 1000), 0.008 + (0.012 if slow and self.fault == "backward" else 0.0)
+        )
         return self.last(hidden).mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -456,6 +456,21 @@ def test_what_does_not_fit_is_named_with_the_way_out(dataset: Callable[..., Path
         module(path, **changed).load_state_dict(saved_state(path))
 
 
+def half(sample: NoisySample) -> float:
+    return sample.total_len / 2
+
+
+def test_another_length_function_is_named_unless_the_checkpoint_is_too_old_to_tell(
+    dataset: Callable[..., Path],
+) -> None:
+    path = dataset(LENGTHS)
+    state = saved_state(path)
+    with pytest.raises(ValueError, match="saved with length_fn None, and now it is 'half'"):
+        module(path, length_fn=half).load_state_dict(state)
+    del state["settings"]["length_fn"]
+    module(path, length_fn=half).load_state_dict(state)
+
+
 def test_another_reference_is_named(dataset: Callable[..., Path], tmp_path: Path) -> None:
     path, file = dataset(LENGTHS), tmp_path / "reference.csv"
     file.write_text("tokens\n5\n50\n")
