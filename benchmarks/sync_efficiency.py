@@ -36,7 +36,7 @@ from rich.table import Table
 from lightning_lengthpool import cost
 from lightning_lengthpool.order import order_blocks, order_pool
 from lightning_lengthpool.simulate import Simulation, simulate
-from lightning_lengthpool.stream import Reference, SortedPool
+from lightning_lengthpool.stream import HISTORY, Reference, SortedPool
 
 SAMPLES = 4000  # of each rank
 REFERENCE = 5000  # lengths in the reference file
@@ -200,7 +200,7 @@ def ordering_cost(lengths: np.ndarray, pool_size: int = 10_000) -> Iterator[tupl
         ),
         (None, reference),
     ):
-        pool = SortedPool(seed=42, reference=aim, **options)
+        pool = SortedPool(seed=42, reference=aim, history=HISTORY * pool_size, **options)
         for number, length in enumerate(drawn[:pool_size]):
             pool.add(number, length)
         number, slot = pool_size, 0
@@ -243,7 +243,8 @@ def leaving(lengths: np.ndarray, pool_size: int = 1000, samples: int = 100_000, 
     Of each tenth: how many have left, over the steps that they spent in the pool.
     """
     drawn = np.random.default_rng(4).choice(lengths, samples).tolist()
-    pool, came, left = SortedPool(seed=42, **options), np.zeros(samples), np.full(samples, -1.0)
+    came, left = np.zeros(samples), np.full(samples, -1.0)
+    pool = SortedPool(seed=42, history=HISTORY * pool_size, **options)
     number = slot = 0
     while True:
         while len(pool) < pool_size and number < samples:

@@ -36,10 +36,13 @@ Policy = Callable[[Sequence[float], int, int, int, int], list[int]]
 """`policy(costs, pool_size, start, seed, batch_size) -> order`, see `order_pool`."""
 
 OWN_PLACE = 0.2
-"""How far a block that aims at a shared target moves back towards the pool's own relative place.
+"""How far a block that aims at a cost that all ranks share moves back towards the pool's own relative place.
 
 Without it (0) blocks follow the target exactly, and parts of the pool that the target misses would never leave.
 """
+
+OWN_PLACE_ALONE = 0.5
+"""The same where a rank aims at what it has seen itself: the pool then stays as its data are, long or short."""
 
 
 def order_none(costs: Sequence[float], pool_size: int, start: int, seed: int, batch_size: int = 1) -> list[int]:
@@ -126,32 +129,61 @@ def stream_draw(seed: int, worker: int, slot: int) -> random.Random:
     return random.Random(f"{seed}/{worker}/{slot}")  # a string is hashed: neighbouring slots have nothing in common
 
 
-def stream_block(costs: Sequence[float], u: float, batch_size: int, target: float | None = None) -> tuple[int, int]:
+def stream_block(costs: Sequence[float], u: float, batch_size: int) -> tuple[int, int]:
     """Name the block of a sorted pool that leaves as the next batch.
 
-    Without a target the pool is cut into blocks of `batch_size`, and the block leaves in which the place `u n` of the
-    `n` samples lies, so every sample is as likely to leave, long or short. With one, the block is centred on
-    `k + 0.2 (u n - k)`, where `k` is the target's place among the samples: all ranks aim at the same cost, and the last
-    term keeps a pool from filling up with what the target misses.
+    The pool is cut into blocks of `batch_size`, and the block leaves in which the place `u n` of the `n` samples lies,
+    so every sample is as likely to leave, long or short.
 
     Args:
         costs: Of the pool's samples, ascending, at least one.
         u: Shared random number in [0, 1).
         batch_size: Samples of a batch; a pool that holds fewer leaves as a whole.
-        target: The cost that all ranks aim at: the u-quantile of costs that they share.
 
     Returns:
         The block as a slice `(start, stop)` of `costs`, of `batch_size` samples wherever the pool has as many.
     """
     n = len(costs)
     size = min(batch_size, n)
-    if target is None:
-        rest = n % size  # what does not fill a block lies at the cheap end, and borrows from the block above
-        start = rest + math.floor((u * n - rest) / size) * size
-    else:
-        start = int(_towards(costs, u * n, target) - size / 2 + 0.5)
-    start = min(max(0, start), n - size)
+    rest = n % size  # what does not fill a block lies at the cheap end, and borrows from the block above
+    start = max(0, rest + math.floor((u * n - rest) / size) * size)
     return start, start + size
+
+
+def block_top(u: float, blocks: int) -> float:
+    """The quantile of costs that is to be the dearest of a block, if all costs make so many blocks of one size.
+
+    All ranks cut the same quantiles, not their own samples, into blocks: so the blocks agree, and those at both ends
+    are as likely as the others.
+
+    Args:
+        u: Shared random number in [0, 1).
+        blocks: How many a pool has.
+    """
+    return (math.floor(u * blocks) + 1) / blocks
+
+
+def aimed_block(
+    costs: Sequence[float], top: float, batch_size: int, target: float, own_place: float = OWN_PLACE
+) -> tuple[int, int]:
+    """As `stream_block`, with a cost in common: the block that ends at `k + own_place (top n - k)`.
+
+    `k` is the target's place among the samples: what a batch costs depends on its dearest sample, so that is what the
+    ranks should agree on. The last term keeps a pool from filling up with what the target misses.
+
+    Args:
+        costs: As for `stream_block`, as is `batch_size`.
+        top: The quantile that the block's dearest sample is to have, see `block_top`.
+        target: The cost of that quantile, of costs that all ranks share or at least know alike.
+        own_place: 0 follows the target alone, 1 the pool alone.
+
+    Returns:
+        As `stream_block`.
+    """
+    n = len(costs)
+    size = min(batch_size, n)
+    stop = min(max(size, int(_towards(costs, top * n, target, own_place) + 0.5)), n)
+    return stop - size, stop
 
 
 def batch_shares(costs: Array, budget: float, batch_size: int | None = None) -> Array:
@@ -179,6 +211,7 @@ def budget_block(
     batch_size: int | None = None,
     target: float | None = None,
     is_padded: bool = True,
+    own_place: float = OWN_PLACE,
 ) -> tuple[int, int]:
     """Name a block of a sorted pool that fills a budget, whatever the samples' own costs.
 
@@ -191,15 +224,16 @@ def budget_block(
         u: Shared random number in [0, 1).
         budget: What a batch costs at most; a dearer sample is a batch of its own.
         batch_size: Samples of a batch at most; None for no limit.
-        target: As for `stream_block`; the quantile is then of cumulative shares.
+        target: As for `aimed_block`; the quantile is then the u-quantile of cumulative shares.
         is_padded: Whether a batch costs its samples times the dearest of them; else the sum of their costs.
+        own_place: As for `aimed_block`.
 
     Returns:
         The block as a slice `(start, stop)` of `costs`.
     """
     top = _place(batch_shares(costs, budget, batch_size), u)
     if target is not None:
-        top = min(max(0, int(_towards(costs, top + 0.5, target))), len(costs) - 1)
+        top = min(max(0, int(_towards(costs, top + 0.5, target, own_place))), len(costs) - 1)
     return fill_budget(costs, top, budget, batch_size, is_padded)
 
 
@@ -248,11 +282,11 @@ def fill_budget(
     return max(0, start_of(top)), top + 1
 
 
-def _towards(costs: Sequence[float] | Array, own: float, target: float) -> float:
+def _towards(costs: Sequence[float] | Array, own: float, target: float, own_place: float) -> float:
     """The place of `target` among sorted costs, moved towards the pool's `own` place."""
     # of the places that have just this cost, the one nearest to the pool's own
     place = min(max(own, bisect_left(costs, target)), bisect_right(costs, target))
-    return place + OWN_PLACE * (own - place)
+    return place + own_place * (own - place)
 
 
 def stream_class(shares: Sequence[float], own: Sequence[float], u: float) -> int:

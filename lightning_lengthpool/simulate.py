@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lightning_lengthpool.order import batch_shares, get_policy
-from lightning_lengthpool.stream import Reference, SortedPool
+from lightning_lengthpool.stream import HISTORY, Reference, SortedPool
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -103,6 +103,7 @@ def simulate(
                 batch_size=batch_size,
                 budget=max_tokens,
                 reference=_checked_reference(reference),
+                history=HISTORY * pool_size,
                 shares=_shares(kinds, values, max_tokens, batch_size),
             )
             for _ in values

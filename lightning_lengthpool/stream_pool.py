@@ -1,9 +1,9 @@
 """The pool of policy `stream`: as many samples come in as leave, and each slot takes a block of what is there.
 
-A place is saved as a snapshot (keys and costs of the samples held then, the state of the data) and how many slots have
-left since. Which samples a slot takes depends on costs, seed, worker and slot number only, so restoring REPLAYS the
-slots on the snapshot's costs, reading again what had come in since; only of the samples that are still held then the
-content is re-read by key.
+A place is saved as a snapshot (keys and costs of the samples held then, the last costs, the state of the data) and how
+many slots have left since. Which samples a slot takes depends on costs, seed, worker and slot number only, so restoring
+REPLAYS the slots on the snapshot's costs, reading again what had come in since; only of the samples that are still held
+then the content is re-read by key.
 """
 
 from collections.abc import Hashable, Iterator
@@ -15,7 +15,7 @@ from megatron.energon.wrappers.base import get_sample_restore_key
 from lightning_lengthpool.length import get_field
 from lightning_lengthpool.pool import SNAPSHOT_SAMPLES, Entry, PoolSettings, Size, Slot, rewind
 from lightning_lengthpool.state import from_plain, to_plain
-from lightning_lengthpool.stream import Block, SortedPool
+from lightning_lengthpool.stream import HISTORY, Block, SortedPool
 
 _TOO_MANY = 1000  # samples in a row that are left out: an endless stream of them would be read for ever
 
@@ -67,6 +67,7 @@ class StreamPool:
             budget=settings.max_tokens,
             is_padded=settings.cost is None or settings.cost.is_padded,
             reference=settings.reference,
+            history=HISTORY * self.pool_size,
             shares=settings.class_shares,
         )
 
@@ -168,6 +169,7 @@ class StreamPool:
             "keys": [self._held[number].key for number, _, _ in items],
             "costs": [float(cost) for _, cost, _ in items],
             "classes": None if self.settings.class_fn is None else [kind for _, _, kind in items],
+            "history": [(kind, recent, since) for kind, (recent, since) in self._sorted.history().items()],
         }
         try:
             self.snapshot = to_plain(snapshot | {"data": self.dataset.save_state()})
@@ -208,8 +210,10 @@ class StreamPool:
         self._slots, self._dropped, self._again = snapshot["slots"], snapshot["dropped"], dict(place["again"])
         self._sorted = self._new_sorted(snapshot["worker"])
         classes = snapshot["classes"] or [None] * len(snapshot["keys"])
-        for key, cost, kind in zip(from_plain(snapshot["keys"]), snapshot["costs"], classes, strict=True):
-            self._add(_Held(None, key, 0.0), cost, kind)
+        self._held = {number: _Held(None, key, 0.0) for number, key in enumerate(from_plain(snapshot["keys"]))}
+        self._next_number = len(self._held)
+        items = zip(self._held, snapshot["costs"], classes, strict=True)
+        self._sorted.restore(items, {kind: (recent, since) for kind, recent, since in snapshot["history"]})
         for _ in range(place["slots"]):
             self._fill(upstream)
             block = self._take()
@@ -231,9 +235,7 @@ class StreamPool:
         before, self._sorted = self._sorted, self._new_sorted(self._sorted.worker)
         for number in missing:
             del self._held[number]
-        for number, cost, kind in before.items():
-            if number in self._held:
-                self._sorted.add(number, cost, kind)
+        self._sorted.restore((item for item in before.items() if item[0] in self._held), before.history())
         return bool(missing)
 
     def _check_drift(self) -> None:

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from lightning_lengthpool.order import (
     POLICIES,
+    aimed_block,
     batch_shares,
+    block_top,
     budget_block,
     fill_budget,
     get_policy,
@@ -124,10 +126,33 @@ TARGET = st.none() | st.floats(0, 400)
 
 
 @settings(max_examples=300, deadline=None)
-@given(COSTS, DRAW, st.integers(1, 9), TARGET)
-def test_a_block_is_always_full(costs: list[int], u: float, batch_size: int, target: float | None) -> None:
-    start, stop = stream_block(costs, u, batch_size, target)
+@given(COSTS, DRAW, st.integers(1, 9), TARGET, st.integers(1, 20))
+def test_a_block_is_always_full(costs: list[int], u: float, batch_size: int, target: float | None, blocks: int) -> None:
+    if target is None:
+        start, stop = stream_block(costs, u, batch_size)
+    else:
+        start, stop = aimed_block(costs, block_top(u, blocks), batch_size, target)
     assert 0 <= start < stop <= len(costs) and stop - start == min(batch_size, len(costs))
+
+
+def test_an_aimed_block_ends_at_the_target_and_leans_to_its_own_place() -> None:
+    costs = [float(cost) for cost in range(0, 200, 2)]  # 100 of them
+    assert [block_top(u, 25) for u in (0.0, 0.039, 0.041, 0.999)] == [0.04, 0.04, 0.08, 1.0]
+    assert aimed_block(costs, 0.5, 4, 99.0, own_place=0) == (46, 50)
+    assert aimed_block(costs, 0.5, 4, 139.0, own_place=0) == (66, 70)
+    assert aimed_block(costs, 0.5, 4, 139.0, own_place=1) == (46, 50)
+    assert aimed_block(costs, 0.5, 4, 139.0, own_place=0.5) == (56, 60)
+    assert aimed_block(costs, 1.0, 4, 500.0) == (96, 100) and aimed_block(costs, 0.04, 4, -1.0) == (0, 4)
+
+
+def test_the_blocks_of_a_pool_that_is_as_expected_leave_alike() -> None:
+    """Where the pool has just the quantiles that it aims at, each block of the pool is named once, the ends too."""
+    costs = [float(cost) for cost in range(100)]
+    found = []
+    for block in range(25):
+        top = block_top((block + 0.5) / 25, 25)
+        found.append(aimed_block(costs, top, 4, costs[min(round(top * 100), 99)]))
+    assert found == [(start, start + 4) for start in range(0, 100, 4)]
 
 
 @pytest.mark.parametrize("samples", [12, 13, 14, 15])

@@ -8,7 +8,7 @@ import pytest
 from lightning_lengthpool import cost
 from lightning_lengthpool.order import get_policy, order_pool
 from lightning_lengthpool.simulate import simulate
-from lightning_lengthpool.stream import Reference, SortedPool
+from lightning_lengthpool.stream import HISTORY, Reference, SortedPool
 
 
 def draws(lengths, size, rng_seed, ranks=1):
@@ -113,6 +113,7 @@ def test_stream_takes_the_blocks_of_the_pool_that_trains(options):
             batch_size=options["batch_size"],
             budget=options.get("max_tokens"),
             reference=None if reference is None else Reference({None: reference.tolist()}),
+            history=HISTORY * 100,
         )
         blocks = sorted_pool_by_hand(own, pool, 100, 80)  # 100 divides by each batch size
         assert result.samples[:, rank].tolist() == [len(block.costs) for block in blocks]
@@ -127,7 +128,7 @@ def test_stream_with_classes():
     classes = [(rng.random(500) < 0.3).astype(int) for rng in rngs]
     result = simulate(lengths, "stream", 200, 4, 300, seed=9, is_cycle=True, classes=classes)
     share = np.concatenate(classes).mean()
-    pool = SortedPool(seed=9, batch_size=4, shares={0: 1 - share, 1: share})
+    pool = SortedPool(seed=9, batch_size=4, history=HISTORY * 200, shares={0: 1 - share, 1: share})
     blocks = sorted_pool_by_hand(lengths[2], pool, 200, 300, classes[2].tolist())
     assert result.classes[:, 2].tolist() == [block.kind for block in blocks]
     assert result.missed[:, 2].tolist() == [block.missed for block in blocks]

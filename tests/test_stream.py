@@ -1,5 +1,6 @@
 """The pool of policy `stream` on numbers alone. Its golden lists are a contract as those in `test_order.py` are."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_order import GOLDEN_LENGTHS
 
+from lightning_lengthpool.cost import idle_fraction
 from lightning_lengthpool.stream import Block, Reference, SortedPool
 
 LENGTHS = [*GOLDEN_LENGTHS, *(2 * length + 1 for length in GOLDEN_LENGTHS)]
+SHARES = {"even": 0.5, "odd": 0.5}
 TRACE = np.random.default_rng(0).lognormal(6, 1, 20_000).round()
 
 
@@ -51,7 +54,15 @@ GOLDEN: list[tuple[dict[str, Any], list[list[int]]]] = [
     ),
     (
         {"batch_size": 2, "reference": Reference({None: [5.0, 20.0, 40.0, 80.0, 120.0]})},
-        [[8, 2], [5, 10], [9, 0], [1, 11], [12, 4], [6, 3], [14, 17], [16, 13], [15, 7], [18, 19]],
+        [[2, 9], [4, 7], [12, 5], [8, 11], [1, 0], [6, 3], [14, 17], [16, 13], [10, 15], [18, 19]],
+    ),
+    (
+        {"batch_size": 2, "history": 40},
+        [[1, 8], [5, 10], [9, 0], [11, 2], [4, 15], [6, 3], [14, 17], [16, 13], [19, 7], [18, 12]],
+    ),
+    (
+        {"batch_size": 2, "history": 40, "shares": {"even": 0.3, "odd": 0.7}},
+        [[2, 9], [0, 5], [11, 12], [10, 4], [15, 7], [14, 17], [16, 13], [19, 6], [8, 3], [1], [18]],
     ),
     (
         {"batch_size": 2, "shares": {"even": 0.3, "odd": 0.7}},
@@ -74,6 +85,7 @@ def test_golden_order_of_a_stream(settings: dict, expected: list) -> None:
     st.booleans(),
     st.booleans(),
     st.booleans(),
+    st.sampled_from([0, 1, 40, 200]),
 )
 def test_every_sample_leaves_once(
     lengths: list[int],
@@ -83,6 +95,7 @@ def test_every_sample_leaves_once(
     padded: bool,
     classes: bool,
     ref: bool,
+    history: int,
 ) -> None:
     batch_size = 3 if batch_size is None and budget is None else batch_size
     kinds = ("even", "odd") if classes else (None,)
@@ -94,6 +107,7 @@ def test_every_sample_leaves_once(
         is_padded=padded,
         shares={"even": 0.5, "odd": 0.5} if classes else None,
         reference=Reference({kind: [3, 30, 31] for kind in kinds}) if ref else None,
+        history=history,
     )
     found = [block for block, _ in out]
     assert sorted(number for block in found for number in block.numbers) == list(range(len(lengths)))
@@ -113,6 +127,8 @@ def test_every_sample_leaves_once(
         {"batch_size": None, "budget": 8000.0},
         {"batch_size": 8, "budget": 8000.0},
         {"batch_size": None, "budget": 8000.0, "is_padded": False},
+        {"batch_size": 1, "history": 1600},
+        {"batch_size": 4, "history": 1600},
     ],
     ids=str,
 )
@@ -201,15 +217,49 @@ def test_the_nearest_samples_fit_into_the_budget() -> None:
     assert pool.take_nearest([30]) == [4]
 
 
-def test_items_make_an_equal_pool() -> None:
-    one, two = (SortedPool(seed=42, batch_size=2) for _ in range(2))
-    for number, length in enumerate([3, 1, 3, 1, 3]):
-        one.add(number, length)
-    for item in one.items():
-        two.add(*item)
-    assert (
-        list(one.items()) == list(two.items()) == [(1, 1, None), (3, 1, None), (0, 3, None), (2, 3, None), (4, 3, None)]
+@pytest.mark.parametrize("shares", [None, {"even": 0.5, "odd": 0.5}], ids=["alike", "classes"])
+@pytest.mark.parametrize("slots", [0, 1, 7, 150])
+def test_a_restored_pool_goes_on_as_the_first(slots: int, shares: dict | None) -> None:
+    arrivals = iter(TRACE.tolist())
+    one, two = (SortedPool(seed=42, batch_size=3, shares=shares, history=200) for _ in range(2))
+
+    def go_on(pool: SortedPool, slot: int, lengths: Iterator[float]) -> list[float]:
+        while len(pool) < 50:
+            length = next(lengths)
+            pool.add(slot, length, parity(length) if shares else None)
+        return pool.take(slot).costs
+
+    for slot in range(slots):
+        go_on(one, slot, arrivals)
+    two.restore(one.items(), one.history())
+    assert list(two.items()) == list(one.items()) and two.history() == one.history()
+    rest = list(itertools.islice(arrivals, 1000))
+    first, second = (
+        [go_on(pool, slot, lengths) for slot in range(slots, slots + 200)]
+        for pool, lengths in ((one, iter(rest)), (two, iter(rest)))
     )
+    assert first == second
+
+
+def test_of_equal_costs_the_first_comes_first() -> None:
+    pool = SortedPool(seed=42, batch_size=2)
+    for number, length in enumerate([3, 1, 3, 1, 3]):
+        pool.add(number, length)
+    assert list(pool.items()) == [(1, 1, None), (3, 1, None), (0, 3, None), (2, 3, None), (4, 3, None)]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"batch_size": 1}, {"batch_size": 4}, {"batch_size": 4, "shares": SHARES}], ids=str
+)
+def test_ranks_that_remember_agree_better(settings: dict) -> None:
+    lengths = np.random.default_rng(3).lognormal(6, 1, (8, 5000)).round()
+
+    def idle(history: int) -> float:
+        ranks = [[block.costs[-1] for block, _ in blocks(own, 200, history=history, **settings)] for own in lengths]
+        steps = slice(1000 // settings["batch_size"], 4800 // settings["batch_size"])
+        return idle_fraction(np.array([own[steps] for own in ranks]).T)
+
+    assert idle(800) < 0.97 * idle(0)
 
 
 def test_samples_that_cost_nothing_leave_too() -> None:

@@ -35,8 +35,8 @@ def test_the_figures_of_a_case(benchmark):
 
 def test_samples_leave_a_stream_with_one_probability(benchmark):
     lengths = np.arange(1.0, 5000.0)
-    hazard = benchmark.leaving(lengths, pool_size=100, samples=40_000, batch_size=4)
-    assert hazard.shape == (10,) and np.abs(hazard - 1).max() < 0.06
+    hazard = benchmark.leaving(lengths, pool_size=100, samples=120_000, batch_size=4)
+    assert hazard.shape == (10,) and np.abs(hazard - 1).max() < 0.08
 
 
 def test_targets_are_told_from_rows(benchmark):
