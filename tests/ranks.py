@@ -13,6 +13,7 @@ import importlib
 import inspect
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -54,6 +55,7 @@ def run_ranks(target: Callable[..., Any] | str, world_size: int, timeout: float 
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONFAULTHANDLER": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -64,14 +66,17 @@ def run_ranks(target: Callable[..., Any] | str, world_size: int, timeout: float 
             env = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
             with (root / f"{rank}.log").open("wb") as log:
                 command = [sys.executable, __file__, folder]
-                ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
+                group = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
+                ranks.append(subprocess.Popen(command, env=env, **group))
         try:
             _wait(ranks, timeout)
+            codes = [process.returncode for process in ranks]
+            _show_where_they_hang([process for process in ranks if process.returncode is None])
             problems = [
-                f"rank {rank} {'hung' if process.returncode is None else f'failed ({process.returncode})'}:\n"
-                + (root / f"{rank}.log").read_text(errors="replace")[-4000:]
-                for rank, process in enumerate(ranks)
-                if process.returncode != 0
+                f"rank {rank} {'hung' if code is None else f'failed ({code})'}:\n"
+                + (root / f"{rank}.log").read_text(errors="replace")[-8000:]
+                for rank, code in enumerate(codes)
+                if code != 0
             ]
         finally:
             for process in ranks:
@@ -93,6 +98,16 @@ def _wait(ranks: list[subprocess.Popen[bytes]], timeout: float) -> None:
             failed = True
             deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         time.sleep(0.02)
+
+
+def _show_where_they_hang(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """Let ranks that hang write the stacks of their threads, and of their workers', into their output."""
+    for process in ranks:
+        os.killpg(process.pid, signal.SIGABRT)
+    for process in ranks:
+        process.wait()
+    if ranks:
+        time.sleep(0.5)  # the workers' are written by then
 
 
 def _main(folder: str) -> None:
