@@ -20,7 +20,7 @@ from lightning_lengthpool import cost
 from lightning_lengthpool.figures import WAIT, WORK, draw_ranks
 from lightning_lengthpool.order import get_policy
 from lightning_lengthpool.simulate import simulate
-from lightning_lengthpool.stream import Reference, SortedPool
+from lightning_lengthpool.stream import HISTORY, Reference, SortedPool
 
 RANKS, POOL_SIZE, BATCH_SIZE, STEPS = 3, 400, 4, 1000
 SHOWN = slice(500, 540)
@@ -61,6 +61,7 @@ def first_rank(policy: str, batch_size: int | None, **options: Any) -> list[list
         batch_size=batch_size,
         budget=options.get("max_tokens"),
         reference=None if reference is None else Reference({None: reference}),
+        history=HISTORY * POOL_SIZE,
         shares=None if share is None else {0: 1 - share, 1: share},
     )
     batches, number = [], 0
