@@ -14,7 +14,7 @@ from typing import Any
 from megatron.energon import SavableDataset
 from megatron.energon.wrappers.buffer import SavableSampleBuffer
 
-from lightning_lengthpool.order import Policy, get_policy
+from lightning_lengthpool.order import Policy, full_size, get_policy
 from lightning_lengthpool.pool import SNAPSHOT_SAMPLES, Entry, PoolSettings, Size, Slot, rewind
 from lightning_lengthpool.state import from_plain, to_plain
 
@@ -61,11 +61,9 @@ class FlushPool:
         """Samples of one full pool, by its number; without a pool each sample is a pool of its own."""
         if self.is_off:
             return 1
-        size, warmup = self.settings.pool_size, self.settings.warmup
-        if warmup is not None and pool < warmup.flushes:
-            size = warmup.initial + (size - warmup.initial) * pool // warmup.flushes
-        # A batch of one block comes from one pool.
-        return size // self.batch_size * self.batch_size if self.settings.policy == "blocks" else size
+        settings, warmup = self.settings, self.settings.warmup
+        growth = None if warmup is None else (warmup.initial, warmup.flushes)
+        return full_size(pool, settings.pool_size, settings.policy, self.batch_size, growth)
 
     def _samples(self, pools: range) -> int:
         """Samples of several full pools in a row."""

@@ -39,6 +39,7 @@ class Journal:
         folder: Where `steps.csv`, `run.json` and `lengths.csv` go; None to write nothing.
         loggers: Loggers to write to.
         hosts: Host name of each data rank.
+        workers: Worker processes of each data rank; None where that is not known.
         settings: What is known of the data module: `policy`, `pool_size`, `batch_size`, `num_workers`.
         max_rows: Cap of `steps.csv`, see `StepsFile`.
         alert_idle: Idle fraction that is worth a warning; None for no warning.
@@ -52,6 +53,7 @@ class Journal:
         *,
         loggers: Sequence[Logger],
         hosts: Sequence[str],
+        workers: Sequence[int | None],
         settings: Mapping[str, Any],
         max_rows: int | None,
         alert_idle: float | None,
@@ -60,7 +62,7 @@ class Journal:
     ) -> None:
         self.totals = RunTotals()
         self.causes = CauseTracker()
-        self._loggers, self._hosts, self._settings = loggers, hosts, settings
+        self._loggers, self._hosts, self._workers, self._settings = loggers, hosts, workers, settings
         self._alert_idle, self._alert_windows = alert_idle, alert_windows
         self._idle_windows: list[Window] = []
         self._warn_hidden = measured
@@ -76,7 +78,11 @@ class Journal:
             step: Number of the first step; rows of it and later ones that are in the file are replaced.
         """
         if self._folder is not None and self._file is not None:
-            about = {"hosts": list(self._hosts), "settings": dict(self._settings)}
+            about = {
+                "hosts": list(self._hosts),
+                "workers_by_rank": list(self._workers),
+                "settings": dict(self._settings),
+            }
             with self._writing():
                 self._file.start(step, ranks=len(self._hosts))
                 (self._folder / "run.json").write_text(json.dumps(about) + "\n")

@@ -152,13 +152,15 @@ class SyncMonitor(Callback):
         self._fetches = FetchTimer(trainer)
         if measured:
             self._hooks = ComputeHooks(pl_module, self._recorder, is_ddp)
-        hosts = self._hosts(trainer)
+        settings = _settings(trainer)
+        hosts, workers = self._hosts_and_workers(trainer, settings.get("num_workers"))
         if trainer.is_global_zero:
             self.journal = Journal(
                 self._folder,
                 loggers=trainer.loggers,
                 hosts=hosts,
-                settings=_settings(trainer),
+                workers=workers,
+                settings=settings,
                 max_rows=self.max_rows,
                 alert_idle=self.alert_idle,
                 alert_windows=self.alert_windows,
@@ -283,13 +285,15 @@ class SyncMonitor(Callback):
         torch.distributed.all_gather(parts, own)
         return torch.stack(parts).cpu()
 
-    def _hosts(self, trainer: Trainer) -> list[str]:
-        """The host name of each data rank."""
+    def _hosts_and_workers(self, trainer: Trainer, num_workers: int | None) -> tuple[list[str], list[int | None]]:
+        """The host name and the number of workers of each data rank."""
+        own = socket.gethostname(), num_workers
         if trainer.world_size == 1:
-            return [socket.gethostname()]
+            return [own[0]], [own[1]]
         found: list[Any] = [None] * trainer.world_size
-        torch.distributed.all_gather_object(found, (self._rank, socket.gethostname()))
-        return [host for _, host in sorted(dict(reversed(found)).items())]
+        torch.distributed.all_gather_object(found, (self._rank, own))
+        by_rank = [of_rank for _, of_rank in sorted(dict(reversed(found)).items())]
+        return [host for host, _ in by_rank], [workers for _, workers in by_rank]
 
 
 def _settings(trainer: Trainer) -> dict[str, Any]:

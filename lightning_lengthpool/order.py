@@ -114,6 +114,23 @@ def get_policy(name: str) -> Policy | None:
         raise ValueError(f"policy is {name!r}, expected one of: {', '.join(POLICIES)}") from None
 
 
+def full_size(
+    pool: int, pool_size: int, policy: str, batch_size: int = 1, warmup: tuple[int, int] | None = None
+) -> int:
+    """Samples of one of the pools that leave as a whole.
+
+    Args:
+        pool: Its 0-based number in this worker's stream.
+        pool_size: The setting, at least 1.
+        policy: A batch of 'blocks' comes from one pool, so its pools are rounded down to whole batches.
+        batch_size: See `policy`.
+        warmup: `(initial, flushes)`: pool `i < flushes` has `initial + (pool_size - initial) * i // flushes` samples.
+    """
+    if warmup is not None and pool < warmup[1]:
+        pool_size = warmup[0] + (pool_size - warmup[0]) * pool // warmup[1]
+    return pool_size // batch_size * batch_size if policy == "blocks" else pool_size
+
+
 # ---- stream
 
 

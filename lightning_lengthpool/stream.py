@@ -101,6 +101,11 @@ class _History:
         self.since = since  # so many more that came since
         self._renew()
 
+    def start(self, costs: Array) -> None:
+        """What `add` of many costs in a row does to a new history."""
+        since = (len(costs) - 1) % self._every if len(costs) else 0
+        self.restore(costs[max(0, len(costs) - self._size - since) :].tolist(), since)
+
     def add(self, cost: float) -> None:
         self.recent.append(cost)
         self.since += 1
@@ -201,6 +206,23 @@ class SortedPool:
         place = bisect_right(own.costs, cost)
         own.costs.insert(place, cost)
         own.numbers.insert(place, number)
+
+    def fill(self, costs: Array, kinds: Sequence[Hashable] | None = None) -> None:
+        """Let many samples into an empty pool at once, as `add` would one by one, numbered from 0.
+
+        Args:
+            costs: Shape `[samples]`, in the order in which they come.
+            kinds: Their classes; None for class None.
+        """
+        for kind in self._classes:
+            numbers = np.arange(len(costs))
+            if kinds is not None:
+                numbers = numbers[[own == kind for own in kinds]]
+            if self._history:
+                self._history[kind].start(costs[numbers])
+            numbers = numbers[np.argsort(costs[numbers], kind="stable")]
+            own = self._classes[kind]
+            own.costs, own.numbers = array("d", costs[numbers].tobytes()), array("q", numbers.tobytes())
 
     def items(self) -> Iterator[tuple[int, float, Hashable]]:
         """Number, cost and class of each sample, by class and in order."""

@@ -1,4 +1,4 @@
-"""The replay of a policy over ranks, against the order by hand."""
+"""The replay of a policy over ranks, against the order by hand; against real runs see `test_simulate_exact.py`."""
 
 import random
 
@@ -142,6 +142,46 @@ def test_a_stream_is_the_same_however_long_it_is_read():
     np.testing.assert_array_equal(long[:20], short)
 
 
+@pytest.mark.parametrize(
+    "policy, samples, steps", [("none", 11, 5), ("pool", 11, 4), ("blocks", 11, 4), ("stream", 11, 4)]
+)
+def test_streams_that_are_read_once_make_batches_as_far_as_they_reach(policy, samples, steps):
+    """Of pools of 4 the third is not full; a stream's pool of 4 is full for the fourth batch, at sample 10."""
+    short, long = np.arange(1.0, 1.0 + samples), np.arange(1.0, 50.0)
+    result = simulate([long, short], policy, 4, 2, None)
+    assert len(result.tokens) == steps
+    again = simulate([long, long], policy, 4, 2, steps, is_cycle=True)
+    np.testing.assert_array_equal(result.tokens, again.tokens)
+    # a worker that reads less ends its rank's turns, where they come to it
+    workers = simulate([long, short, long, long], policy, 4, 2, None, workers=2)
+    assert len(workers.tokens) == 2 * steps + 1
+
+
+def test_workers_take_turns_with_pools_of_their_own():
+    streams = [np.random.default_rng(number).permutation(np.arange(60.0)) for number in range(3)]
+    for policy in ("pool", "blocks"):  # whose order does not depend on the worker
+        alone = [simulate([own], policy, 10, 2, None) for own in streams]
+        both = simulate(streams, policy, 10, 2, None, workers=3)
+        for worker, own in enumerate(alone):
+            np.testing.assert_array_equal(both.tokens[worker::3], own.tokens)
+    result = simulate(streams, "stream", 10, 2, None, workers=3)
+    np.testing.assert_array_equal(
+        np.concatenate(streams)[result.chosen[0]].reshape(-1, 2).sum(axis=1), result.tokens[:, 0]
+    )
+    assert not (result.chosen[0][:2] == result.chosen[0][2:4] - 60).all()  # each draws for itself
+
+
+def test_samples_are_sorted_by_cost_and_counted_by_length():
+    lengths = np.random.default_rng(0).permutation(np.arange(1.0, 101.0))
+    result = simulate([lengths], "blocks", 100, 5, None, costs=[1000 - lengths])
+    np.testing.assert_array_equal(
+        result.tokens, simulate([lengths[::-1]], "blocks", 100, 5, None, costs=[-lengths[::-1] + 1000]).tokens
+    )
+    order = get_policy("blocks")((1000 - lengths).tolist(), 100, 0, 42, 5)
+    assert result.chosen[0].tolist() == order
+    np.testing.assert_array_equal(result.longest[:, 0], lengths[order].reshape(-1, 5).max(axis=1))
+
+
 def test_every_sample_is_as_likely_to_leave_a_stream():
     """What has left of each fifth of the lengths, of what had come in."""
     own = np.random.default_rng(0).permutation(np.arange(10_000.0))
@@ -167,6 +207,16 @@ def test_every_sample_is_as_likely_to_leave_a_stream():
         ({"policy": "stream", "pool_size": 0, "classes": [[0, 0, 0]]}, "classes goes with policy 'stream' and a pool"),
         ({"policy": "stream", "classes": [[0, 0]]}, "classes of rank 0"),
         ({"policy": "stream", "classes": [[0, 0, -1]]}, "classes of rank 0"),
+        ({"class_shares": [1.0]}, "class_shares goes with policy 'stream'"),
+        ({"workers": 0}, "workers is 0"),
+        ({"workers": 2}, "lengths has 1 streams, expected some for each of 2 workers"),
+        ({"costs": [[1.0]]}, "costs must be a number for each"),
+        ({"costs": [[1.0, -1.0, 1.0]]}, "costs of rank 0"),
+        ({"warmup": (3, 2)}, r"warmup is \(3, 2\) with policy 'pool' of 2"),
+        ({"warmup": (1, 2), "policy": "none"}, "warmup is .* with policy 'none'"),
+        ({"warmup": (1, 2), "policy": "blocks", "batch_size": 2}, r"warmup\[0\] is 1, expected at least batch_size"),
+        ({"steps": None, "pool_size": 4}, "streams of 3 samples or more, too few for a batch .* full pool, here of 4"),
+        ({"steps": None, "pool_size": 4, "policy": "stream"}, "too few for a batch"),
     ],
 )
 def test_wrong_arguments_are_named(change, message):
