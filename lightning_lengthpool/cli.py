@@ -1,10 +1,10 @@
-"""The command line: Lightning's own (`fit`, `validate`, `test`, `predict`), `compare` and `report`."""
+"""The command line: Lightning's own (`fit`, `validate`, `test`, `predict`), `advise`, `compare` and `report`."""
 
 import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -15,8 +15,30 @@ from lightning_lengthpool.order import POLICIES
 from lightning_lengthpool.page import STEPS, report
 
 DESCRIPTION = """Train with the same sample length on every rank at the same step.
-There are two more subcommands than Lightning's: 'compare' runs the same training once per policy, and 'report' makes an
-HTML page of what SyncMonitor wrote about a run. See 'compare --help' and 'report --help'."""
+There are three more subcommands than Lightning's: 'advise' says before training what a pool would bring for a config's
+data, 'compare' runs the same training once per policy, and 'report' makes an HTML page of what SyncMonitor wrote about
+a run. See 'advise --help', 'compare --help' and 'report --help'."""
+
+ADVISE = """Is the pool on? Would it help my data? Which pool_size? What does it cost in memory and start-up? Is waiting
+for the slowest rank the bottleneck at all? Takes the YAML of 'fit', reads some samples of its training data with its
+own task encoder and workers, and says so. No model is built, no GPU is needed, and only the samples' lengths are kept.
+Ctrl-C while it reads ends the reading; the advice is then on what was read."""
+
+ADVISE_MORE = """examples:
+  train.py advise --config my.yaml
+  train.py advise --config my.yaml --world_size 64,512 --run runs/demo/version_0
+  train.py advise --lengths lengths.csv --world_size 64 --batch_size 4
+
+The report goes through: the pool's settings; how the lengths are distributed; idle, padding and useful fraction, as
+predicted for today's settings and for other pool sizes, policies and world sizes, with 90 % intervals; memory, start-up
+and restore; pool_size, batch_size and num_workers together; whether synchronisation can be the bottleneck; checks;
+one recommendation with the YAML to paste.
+
+Written into --out: advice.json (all of it), advice.png (idle against pool_size), and lengths.csv (the lengths that were
+read, which serves as data.init_args.reference_lengths).
+
+The number of ranks is trainer.devices x trainer.num_nodes, unless --world_size says otherwise; what had to be assumed
+is said. A callback or a model that fails does not matter. Exit status: 0, or 2 and one line if an input is wrong."""
 
 
 class _Parser(LightningArgumentParser):
@@ -49,6 +71,9 @@ class LengthPoolCLI(LightningCLI):
 class _ConfigParser(LengthPoolCLI):
     """Parses a configuration without making anything of it."""
 
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        return super().init_parser(exit_on_error=False, **kwargs)
+
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         self.config = parser.parse_args(args)  # Lightning would warn that sys.argv is left aside
 
@@ -60,8 +85,16 @@ class _ConfigParser(LengthPoolCLI):
 
 
 def parse_config(paths: Sequence[str]) -> Any:
-    """Parse YAMLs as `fit` would, later ones over earlier ones, and return the whole configuration."""
-    return _ConfigParser(args=["fit", *(part for path in paths for part in ("--config", str(path)))]).config["fit"]
+    """Parse YAMLs as `fit` would, later ones over earlier ones, and return the whole configuration.
+
+    Raises:
+        ValueError: If `fit` would not take them.
+    """
+    args = ["fit", *(part for path in paths for part in ("--config", str(path)))]
+    try:
+        return _ConfigParser(args=args).config["fit"]
+    except argparse.ArgumentError as error:
+        raise ValueError(str(error)) from error
 
 
 def _compare_parser() -> argparse.ArgumentParser:
@@ -88,6 +121,74 @@ def _compare_parser() -> argparse.ArgumentParser:
     return parser
 
 
+class _OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+
+def _advise_parser() -> argparse.ArgumentParser:
+    parser = _OneLineParser(
+        prog="train.py advise",
+        description=ADVISE,
+        epilog=ADVISE_MORE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("-c", "--config", action="append", help="YAML as for fit; may be given again")
+    source.add_argument(
+        "--lengths",
+        metavar="FILE",
+        help="in place of a config: a CSV file with a column 'tokens', and if there are any, 'class' and 'rank' (as in "
+        "the lengths.csv of SyncMonitor)",
+    )
+    parser.add_argument(
+        "--world_size",
+        metavar="N[,N...]",
+        help="data-parallel ranks to predict for; the first is that of the run (default: the config's, or as many as "
+        "the column 'rank' names)",
+    )
+    parser.add_argument("--run", metavar="DIR", help="a steps.csv, or a folder with one below it: what a run measured")
+    parser.add_argument(
+        "--max_length",
+        type=int,
+        metavar="N",
+        help="the most tokens that the model takes (default: the model's setting)",
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", default="runs/advise", help="folder for the results (default: %(default)s)"
+    )
+    config = parser.add_argument_group("with --config")
+    config.add_argument(
+        "--samples", type=int, metavar="N", help="samples to read, over all ranks, about (default: 5000)"
+    )
+    lengths = parser.add_argument_group("with --lengths (a config has its own)")
+    lengths.add_argument(
+        "--batch_size", type=int, metavar="N", help="samples of a micro-batch; with --max_tokens at most"
+    )
+    lengths.add_argument("--pool_size", type=int, metavar="N", help="samples of today's pool (default: there is none)")
+    lengths.add_argument("--max_tokens", type=float, metavar="N", help="what a batch may cost, in padded tokens")
+    return parser
+
+
+_WITH = {"config": ("samples",), "lengths": ("batch_size", "pool_size", "max_tokens")}
+
+
+def _advise(parser: argparse.ArgumentParser, options: dict[str, Any]) -> None:
+    from lightning_lengthpool.advise import advise_config, advise_lengths  # training has no need of it
+
+    given = {name: value for name, value in options.items() if value is not None}
+    source, other = ("config", "lengths") if "config" in given else ("lengths", "config")
+    for name in _WITH[other]:
+        if name in given:
+            parser.error(f"--{name} goes with --{other}, not with --{source}")
+    if source == "lengths":
+        advise_lengths(**given)
+    else:
+        advise_config(parse_config(given.pop("config")), **given)
+
+
 def _report_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="train.py report",
@@ -111,19 +212,26 @@ def main(args: Sequence[str] | None = None) -> None:
     if os.getcwd() not in sys.path:  # the console script should find the user's own modules, as 'python train.py' does
         sys.path.insert(0, os.getcwd())
     given = sys.argv[1:] if args is None else list(args)
-    if given[:1] not in (["compare"], ["report"]):
+    if given[:1] not in (["advise"], ["compare"], ["report"]):
         LengthPoolCLI(args)
         return
-    parser = _compare_parser() if given[0] == "compare" else _report_parser()
+    parsers = {"advise": _advise_parser, "compare": _compare_parser, "report": _report_parser}
+    parser = parsers[given[0]]()
     options = vars(parser.parse_args(given[1:]))
     try:
-        if given[0] == "report":
+        if given[0] == "advise":
+            _advise(parser, options)
+        elif given[0] == "report":
             report(**options)
         else:
             configs = options.pop("config")
             compare(parse_config(configs), configs, **options)
     except (ValueError, OSError) as error:
         parser.error(str(error))
+    except KeyboardInterrupt:
+        if given[0] != "advise":
+            raise
+        parser.exit(130, f"{parser.prog}: interrupted\n")
 
 
 if __name__ == "__main__":

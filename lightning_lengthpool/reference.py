@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -66,6 +67,14 @@ class ReferenceLengths:
             ) from error
 
 
+class LengthRow(NamedTuple):
+    """A row of a file of lengths; class and rank are None if the file has no column for them."""
+
+    tokens: float
+    kind: str | None
+    rank: int | None
+
+
 def read_reference_lengths(path: str | Path) -> ReferenceLengths:
     """Read the file.
 
@@ -73,34 +82,64 @@ def read_reference_lengths(path: str | Path) -> ReferenceLengths:
         FileNotFoundError: If it is not there.
         ValueError: If it has no column `tokens` or no rows, or a row is wrong; the message names the line.
     """
-    if not isinstance(path, (str, Path)):
-        raise ValueError(f"reference_lengths is {path!r}, expected the path of a CSV file")
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"reference_lengths is {str(path)!r}, but no file is there")
     lengths: dict[str | None, list[float]] = {}
+    for row in read_lengths(path, "reference_lengths"):
+        lengths.setdefault(row.kind, []).append(row.tokens)
+    return ReferenceLengths(str(path), lengths)
+
+
+def read_lengths(path: str | Path, setting: str, *, has_ranks: bool = False) -> list[LengthRow]:
+    """Read a file of lengths.
+
+    Args:
+        path: A CSV file with a column `tokens`, and maybe `class` and `rank`.
+        setting: What names the file, for messages.
+        has_ranks: Whether a column `rank` is read; else it may hold anything.
+
+    Raises:
+        FileNotFoundError, ValueError: As `read_reference_lengths`.
+    """
+    if not isinstance(path, (str, Path)):
+        raise ValueError(f"{setting} is {path!r}, expected the path of a CSV file")
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{setting} is {str(path)!r}, but no file is there")
+    rows: list[LengthRow] = []
     with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:  # spreadsheets put a mark before it
         reader = csv.DictReader(file, skipinitialspace=True)
-        names = reader.fieldnames or []
-        if "tokens" not in names:
-            raise ValueError(
-                f"reference_lengths is {str(path)!r}, which has no column 'tokens': its first line has to name the "
-                f"columns ('tokens', or 'tokens,class'), and is {','.join(names)!r}"
-            )
-        for row in reader:
-            where = f"line {reader.line_num} of reference_lengths {str(path)!r}"
-            try:
-                length = float(row["tokens"])
-            except (TypeError, ValueError):
-                raise ValueError(f"{where} has the length {row['tokens']!r}, expected a number of tokens") from None
-            if not 0 <= length < math.inf:
-                raise ValueError(f"{where} has the length {length:g}, expected a finite number of at least 0")
-            kind = row["class"] if "class" in names else None
-            if kind == "" or (kind is None and "class" in names):
-                raise ValueError(f"{where} names no class, though the file has a column for it")
-            lengths.setdefault(kind, []).append(length)
-    if not lengths:
-        raise ValueError(f"reference_lengths is {str(path)!r}, which has no lengths below its first line")
-    return ReferenceLengths(str(path), lengths)
+        try:
+            names = reader.fieldnames or []
+            if "tokens" not in names:
+                raise ValueError(
+                    f"{setting} is {str(path)!r}, which has no column 'tokens': its first line has to name the "
+                    f"columns ('tokens', or 'tokens,class'), and is {','.join(names)!r}"
+                )
+            for row in reader:
+                where = f"line {reader.line_num} of {setting} {str(path)!r}"
+                rows.append(_read_row(row, where, has_ranks=has_ranks))
+        except csv.Error as error:
+            where = f"line {reader.reader.line_num} of {setting} {str(path)!r}"
+            raise ValueError(f"{where} cannot be read: {error}") from error
+    if not rows:
+        raise ValueError(f"{setting} is {str(path)!r}, which has no lengths below its first line")
+    return rows
+
+
+def _read_row(row: Mapping[str, str | None], where: str, *, has_ranks: bool) -> LengthRow:
+    try:
+        length = float(row["tokens"])  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ValueError(f"{where} has the length {row['tokens']!r}, expected a number of tokens") from None
+    if not 0 <= length < math.inf:
+        raise ValueError(f"{where} has the length {length:g}, expected a finite number of at least 0")
+    kind = row.get("class")
+    if kind == "" or (kind is None and "class" in row):
+        raise ValueError(f"{where} names no class, though the file has a column for it")
+    rank = row.get("rank")
+    if not has_ranks or "rank" not in row:
+        return LengthRow(length, kind, None)
+    if rank is None or not rank.strip().isdecimal():
+        raise ValueError(f"{where} has the rank {rank!r}, expected an integer of at least 0")
+    return LengthRow(length, kind, int(rank))
 
 
 def with_reference(

@@ -135,11 +135,27 @@ def test_report_says_in_one_line_why_there_is_none(tmp_path: Path, capsys: pytes
         assert ended.value.code == 2 and len(others) == 1 and said in others[0]
 
 
+def test_advise_says_what_a_pool_brings_for_a_blend(cache: Path, tmp_path: Path) -> None:
+    args = ["advise", *configs("demo", "blend"), "--samples", "300", "--world_size", "4", "--out", "out"]
+    done = run(args, cache, tmp_path)
+    assert "the pool is active: policy pool, pool_size 300" in done.stdout
+    assert "Recommendation" in done.stdout and "4 ranks, predicted" in done.stdout
+    assert "\x1b" not in done.stdout and "reading samples" not in done.stderr  # neither colours nor a bar in a pipe
+    advice = json.loads((tmp_path / "out" / "advice.json").read_text())
+    assert advice["plan"]["world_size"] == 4 and advice["today"]["case"]["pool_size"] == 300
+    assert len(steps(tmp_path / "out" / "lengths.csv")) == 300
+    assert (tmp_path / "out" / "advice.png").stat().st_size > 10_000
+
+
 def test_help_is_the_manual(cache: Path, tmp_path: Path) -> None:
     text = run(["fit", "--help"], cache, tmp_path).stdout
     for setting in ("pool_size", "policy", "length_fn", "every_n_steps", "virtual_epoch_length"):
         assert f"init_args.{setting}" in text
-    assert "compare --help" in run(["--help"], cache, tmp_path).stdout
+    general = run(["--help"], cache, tmp_path).stdout
+    assert "compare --help" in general and "advise --help" in general
+    manual = run(["advise", "--help"], cache, tmp_path).stdout
+    for part in ("--config", "--lengths", "--world_size N[,N...]", "--run", "lengths.csv", "Exit status"):
+        assert part in manual
     assert "--repeats" in run(["compare", "--help"], cache, tmp_path).stdout
     assert "--baseline" in run(["report", "--help"], cache, tmp_path).stdout
 
