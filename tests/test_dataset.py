@@ -25,7 +25,7 @@ from lightning_lengthpool.dataset import LengthPoolDataset, PooledBatch
 from lightning_lengthpool.loader import TrainLoader
 from lightning_lengthpool.order import order_blocks
 from lightning_lengthpool.pool import PoolSettings
-from lightning_lengthpool.stream import Reference
+from lightning_lengthpool.stream import HISTORY, Reference
 from lightning_lengthpool.task_encoder import length_pool
 
 CONFIG = WorkerConfig(rank=0, world_size=1, num_workers=0)
@@ -126,7 +126,7 @@ def test_blocks_leave_as_the_pure_policy_says() -> None:
 def test_a_stream_leaves_as_the_pure_pool_says() -> None:
     lengths = lognormal(600)
     out = [[int(key) for key in batch.__key__] for batch in batches(streamed(lengths, pool_size=103, batch_size=4))]
-    assert out == [block.numbers for block, _ in blocks(lengths, 100, batch_size=4)]
+    assert out == [block.numbers for block, _ in blocks(lengths, 100, batch_size=4, history=HISTORY * 100)]
 
 
 def streamed(lengths: list[int], **settings: Any) -> LengthPoolDataset:

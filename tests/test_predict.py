@@ -243,8 +243,9 @@ def test_what_a_job_raises_is_raised_and_a_killed_process_is_told(monkeypatch):
 
 
 SCRIPT = """
-import os, sys, time, numpy, torch
+import os, signal, sys, time, numpy, torch
 from lightning_lengthpool import processes
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it, and so do its children
 os.sched_getaffinity = lambda pid: {0, 1}
 torch.set_num_threads(2)
 torch.rand(500, 500) @ torch.rand(500, 500)  # threads of its own, which a fork does not have

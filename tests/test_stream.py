@@ -32,7 +32,7 @@ def blocks(lengths: Sequence[float], pool_size: int, **settings: Any) -> Iterato
             arrived += 1
         if not len(pool):
             return
-        yield pool.take(slot, aim=arrived < len(lengths)), arrived
+        yield pool.take(slot, aim=len(pool) >= pool_size), arrived
 
 
 GOLDEN: list[tuple[dict[str, Any], list[list[int]]]] = [
@@ -54,15 +54,15 @@ GOLDEN: list[tuple[dict[str, Any], list[list[int]]]] = [
     ),
     (
         {"batch_size": 2, "reference": Reference({None: [5.0, 20.0, 40.0, 80.0, 120.0]})},
-        [[2, 9], [4, 7], [12, 5], [8, 11], [1, 0], [6, 3], [14, 17], [16, 13], [10, 15], [18, 19]],
+        [[2, 9], [4, 7], [12, 5], [8, 11], [1, 0], [10, 15], [14, 17], [16, 13], [6, 3], [18, 19]],
     ),
     (
         {"batch_size": 2, "history": 40},
-        [[1, 8], [5, 10], [9, 0], [11, 2], [4, 15], [6, 3], [14, 17], [16, 13], [19, 7], [18, 12]],
+        [[1, 8], [5, 10], [9, 0], [11, 2], [4, 15], [7, 6], [14, 17], [16, 13], [19, 3], [18, 12]],
     ),
     (
         {"batch_size": 2, "history": 40, "shares": {"even": 0.3, "odd": 0.7}},
-        [[2, 9], [0, 5], [11, 12], [10, 4], [15, 7], [14, 17], [16, 13], [19, 6], [8, 3], [1], [18]],
+        [[2, 9], [0, 5], [11, 12], [10, 4], [15, 7], [6, 14], [16, 13], [19, 17], [8, 3], [1], [18]],
     ),
     (
         {"batch_size": 2, "shares": {"even": 0.3, "odd": 0.7}},
