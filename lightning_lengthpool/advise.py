@@ -212,7 +212,7 @@ def _shown_on(bar: Any) -> Callable[[int, int], None]:
 
 
 def _write_lengths(found: Survey, out: str, source: str | Path | None = None) -> None:
-    """Write the lengths, as `reference_lengths` reads them; never over the file that they come from or that is in use."""
+    """Write the lengths, as `reference_lengths` reads them; never over the file that they come from, or one in use."""
     path = Path(out) / LENGTHS
     if source is not None and path.exists() and path.samefile(source):
         print(f"Kept as it is, for it is in use: {path}")
