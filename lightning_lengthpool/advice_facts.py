@@ -11,7 +11,7 @@ from lightning_lengthpool.advice_words import number, percent, ranks
 from lightning_lengthpool.causes import Summary
 from lightning_lengthpool.order import batch_shares
 from lightning_lengthpool.predict import Case, Prediction
-from lightning_lengthpool.stream import HISTORY
+from lightning_lengthpool.stream import HISTORY, SNAPSHOT_SAMPLES
 
 if TYPE_CHECKING:
     from lightning_lengthpool.survey import Survey
@@ -25,7 +25,6 @@ _BINS = 12
 _SPREAD = 8.0  # longest of most / shortest of most, from which on a histogram is logarithmic
 _FEW = 100  # lengths, of which nothing can be said about the longest 1 %
 _COST_BYTES = 8  # of a cost that 'stream' remembers
-_SNAPSHOT_SAMPLES = 1000  # as pool.SNAPSHOT_SAMPLES, which cannot be imported without energon
 
 
 def describe(lengths: Array, world_size: int, batch_size: int) -> Distribution:
@@ -165,7 +164,7 @@ def cost_of(case: Case, plan: Plan, survey: "Survey", batch: float) -> Cost:
         first = plan.warmup[0]
     restore = None
     if size and survey.restore_seconds is not None and encode is not None:
-        restore = size * survey.restore_seconds + max(size, _SNAPSHOT_SAMPLES) * encode
+        restore = size * survey.restore_seconds + max(size, SNAPSHOT_SAMPLES) * encode
     on_node = ranks_on_node(plan)
     return Cost(
         case=case,

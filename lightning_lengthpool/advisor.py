@@ -15,10 +15,9 @@ from lightning_lengthpool.advice_facts import batch_samples, bound, cost_of, des
 from lightning_lengthpool.advice_parts import Advice, Plan
 from lightning_lengthpool.advice_streams import difference_of_ranks
 from lightning_lengthpool.advice_words import number, ranks
-from lightning_lengthpool.causes import CauseTracker, Summary
+from lightning_lengthpool.causes import Summary
 from lightning_lengthpool.predict import Case, Lengths, predict
 from lightning_lengthpool.runs import Run
-from lightning_lengthpool.steps_file import read_steps
 from lightning_lengthpool.uncertainty import Seconds, costs_of
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ def advise(
             if value < 1:
                 raise ValueError(f"{name} has {value}, expected integers of at least 1")
     batch = batch_samples(survey.costs, plan)
-    summary = None if run is None else _causes(run)
+    summary = None if run is None else run.causes
     price = _price(survey, plan, batch, summary, "" if run is None else run.name)
     difference = None
     if survey.has_ranks:
@@ -129,14 +128,6 @@ def advise(
         checks=checks,
         recommendation=recommend(choice, best, checks, others, bottleneck.run),
     )
-
-
-def _causes(run: Run) -> Summary:
-    """Where a run's time went, over all its steps."""
-    tracker = CauseTracker(window=max(50, -(-len(run.table["step"]) // 150)))
-    tracker.add(read_steps(run.path))
-    tracker.finish()
-    return tracker.summary()
 
 
 class _Price(NamedTuple):

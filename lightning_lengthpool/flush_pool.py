@@ -15,8 +15,9 @@ from megatron.energon import SavableDataset
 from megatron.energon.wrappers.buffer import SavableSampleBuffer
 
 from lightning_lengthpool.order import Policy, full_size, get_policy
-from lightning_lengthpool.pool import SNAPSHOT_SAMPLES, Entry, PoolSettings, Size, Slot, rewind
+from lightning_lengthpool.pool import Entry, PoolSettings, Size, Slot, rewind
 from lightning_lengthpool.state import from_plain, to_plain
+from lightning_lengthpool.stream import SNAPSHOT_SAMPLES
 
 
 class FlushPool:

@@ -14,9 +14,6 @@ from lightning_lengthpool.length import LengthFn, sample_length
 from lightning_lengthpool.order import get_policy
 from lightning_lengthpool.stream import Reference
 
-# Samples between two snapshots, if a pool is smaller: without a pool each sample would take one.
-SNAPSHOT_SAMPLES = 1000
-
 OVER_BUDGET = ("error", "alone", "drop")
 ClassFn = Callable[[Any], str]
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_lengthpool.causes import CauseTracker, Window
+from lightning_lengthpool.causes import CauseTracker, Summary, Window
 from lightning_lengthpool.findings import findings
 from lightning_lengthpool.records import by_step, step_starts, summarize
 from lightning_lengthpool.steps_file import read_steps, thinned
@@ -38,6 +38,8 @@ class Run:
     summary: dict[str, Any]
     """See `records.RunTotals.summary`."""
     windows: list[Window]
+    causes: Summary
+    """Where its time went, over all steps."""
     findings: list[str]
     every: int
     """See `steps_file.thinned`."""
@@ -94,11 +96,12 @@ def load_run(path: str | Path) -> Run:
         lengths = [*steps["longest"].reshape(-1, width).T]
     hosts = about.get("hosts")
     hosts = hosts if hosts is not None and len(hosts) == width else None
+    causes = tracker.summary()
     try:
-        said = findings(tracker.summary(), hosts=hosts, lengths=lengths, settings=about.get("settings", {}))
+        said = findings(causes, hosts=hosts, lengths=lengths, settings=about.get("settings", {}))
     except ValueError as error:
         raise ValueError(f"{file.parent}: {error}") from None
-    return Run(file, _name(file), table, costs, starts, summarize(steps), windows, said, thinned(steps))
+    return Run(file, _name(file), table, costs, starts, summarize(steps), windows, causes, said, thinned(steps))
 
 
 def _name(file: Path) -> str:

@@ -32,7 +32,10 @@ from lightning_lengthpool.order import (
 Array = NDArray[np.float64]
 
 HISTORY = 4
-"""How many times its size a pool remembers costs: with 4 the idle time is about a tenth shorter than with none."""
+"""How many times its size a pool remembers costs."""
+
+SNAPSHOT_SAMPLES = 1000
+"""Samples between two snapshots of a place, if a pool is smaller: without a pool each sample would take one."""
 
 _RENEWALS = 32  # of the table of a history, while all of it is replaced
 

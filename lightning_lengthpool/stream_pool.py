@@ -13,9 +13,9 @@ from megatron.energon import SavableDataset
 from megatron.energon.wrappers.base import get_sample_restore_key
 
 from lightning_lengthpool.length import get_field
-from lightning_lengthpool.pool import SNAPSHOT_SAMPLES, Entry, PoolSettings, Size, Slot, rewind
+from lightning_lengthpool.pool import Entry, PoolSettings, Size, Slot, rewind
 from lightning_lengthpool.state import from_plain, to_plain
-from lightning_lengthpool.stream import HISTORY, Block, SortedPool
+from lightning_lengthpool.stream import HISTORY, SNAPSHOT_SAMPLES, Block, SortedPool
 
 _TOO_MANY = 1000  # samples in a row that are left out: an endless stream of them would be read for ever
 
