@@ -140,7 +140,7 @@ def cost_of(case: Case, plan: Plan, survey: "Survey", batch: float) -> Cost:
     """What a setting takes.
 
     A pool of 'stream' is always full; one of 'pool' and 'blocks' fills while the last one is handed out, one sample in
-    for each one out, so that two of them are held, and training never stops for a refill. A checkpoint is
+    for each one out, so that both hold one pool's samples, and training never stops for a refill. A checkpoint is
     restored from the pool's last snapshot, taken when a pool is full (of small ones after 1,000 samples): samples
     that are still held are brought back by their keys, and those that came in since are read again.
 
@@ -151,11 +151,10 @@ def cost_of(case: Case, plan: Plan, survey: "Survey", batch: float) -> Cost:
         batch: Samples of a batch.
     """
     size = full_pool(case)
-    held = size if case.policy == "stream" else 2 * size
     workers, encode = plan.pools, survey.encode_seconds
     worker = None
     if survey.sample_bytes is not None:
-        worker = held * survey.sample_bytes + (HISTORY * size * _COST_BYTES if case.policy == "stream" else 0)
+        worker = size * survey.sample_bytes + (HISTORY * size * _COST_BYTES if case.policy == "stream" else 0)
     a_batch = None if encode is None else batch * encode
     if plan.max_tokens is None and survey.batch_seconds is not None:
         a_batch = survey.batch_seconds  # with what follows the pool
@@ -168,7 +167,7 @@ def cost_of(case: Case, plan: Plan, survey: "Survey", batch: float) -> Cost:
     on_node = ranks_on_node(plan)
     return Cost(
         case=case,
-        pool_samples=held,
+        pool_samples=size,
         worker_bytes=worker,
         rank_bytes=None if worker is None else worker * workers,
         node_bytes=None if worker is None else worker * workers * on_node,

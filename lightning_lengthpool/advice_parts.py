@@ -138,7 +138,7 @@ class Cost:
 
     Attributes:
         case: The setting.
-        pool_samples: Samples that a worker's pool holds at most; of 'pool' and 'blocks' two pools are reckoned.
+        pool_samples: Samples that a worker's pool holds, of 'pool' and 'blocks' with those that come in.
         worker_bytes: Of these, and of the costs that 'stream' remembers.
         rank_bytes: The same of all workers of a rank.
         node_bytes: The same of all ranks of a machine.

@@ -197,9 +197,8 @@ def _costs(advice: Advice, is_plain: bool) -> Iterator[RenderableType]:
 def _notes(costs: tuple[Cost, ...]) -> Iterator[str]:
     if any(cost.case.policy in ("pool", "blocks") for cost in costs):
         yield (
-            "of 'pool' and 'blocks' two pools are reckoned, the one that is handed out and the one that fills "
-            "meanwhile, which is the most that they may hold; 'stream' holds one, and numbers that tell the lengths of "
-            "the last samples"
+            "with 'pool' and 'blocks' the next pool fills, one sample in for each out, as one is handed out: both "
+            "together hold pool_size samples"
         )
     if any(cost.pool_samples for cost in costs):
         yield (

@@ -198,8 +198,7 @@ def _pool_sizes(
     if plan.is_active and plan.pool_size >= least:
         sizes.add(plan.pool_size)
     if machine_bytes is not None and survey.sample_bytes:
-        copies = 1 if needs_stream(plan) else 2
-        fits = MEMORY_SHARE * machine_bytes / (survey.sample_bytes * copies * plan.pools * ranks_on_node(plan))
+        fits = MEMORY_SHARE * machine_bytes / (survey.sample_bytes * plan.pools * ranks_on_node(plan))
         if least <= fits < max(sizes, default=math.inf):
             step = 10 ** max(0, math.floor(math.log10(fits)) - 1)  # two digits
             sizes.add(max(least, int(fits // step) * step))

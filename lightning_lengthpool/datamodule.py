@@ -38,9 +38,9 @@ class LengthPoolDataModule(LightningDataModule):
         task_encoder: Your energon task encoder; nothing in it has to change.
         batch_size: Samples of a micro-batch, at least 1; with max_tokens, at most. None only with max_tokens, or with
             packing: then each pack is a batch.
-        pool_size: Samples that each worker holds to choose from; with policies 'pool' and 'blocks' as many again come
-            in while they are handed out. 10 to 100 times batch_size is a good start; 0 switches the pool off. 'blocks'
-            and 'stream' round it down to whole batches.
+        pool_size: Samples that each worker holds; with policies 'pool' and 'blocks' the next pool comes in, sample
+            by sample, as one is handed out. 10 to 100 times batch_size is a good start; 0 switches the pool off.
+            'blocks' and 'stream' round it down to whole batches.
         policy: How samples leave the pool: 'pool' (sorted by length, shuffled alike on all ranks), 'blocks' (the sorted
             pool is cut into batches, and these are shuffled: almost no padding), 'stream' (one batch of neighbours
             leaves at a time, and as many samples come in: best synchronised) or 'none' (as they come).

@@ -1,7 +1,7 @@
 """The pool of policies `none`, `pool` and `blocks`: samples come in, are ordered, and leave by places.
 
 While one pool is handed out the next one fills, one sample in for each place handed out (more, where pools still
-grow): training never waits for a whole pool but the first. So at most `2 * pool_size` samples are held.
+grow): training never waits for a whole pool but the first. So a full pool's samples are held, of both together.
 
 The pool's place in the data is saved without the samples. A snapshot, taken when a pool is full, holds that pool's
 keys and the state of the data at that moment; what has changed since is a few numbers. Restoring re-reads what is left

@@ -87,7 +87,7 @@ def test_every_section_says_its_figures(advice):
     for part in ("8 ranks, predicted", "64 ranks, predicted", "no pool", "stream + reference", "90 % intervals"):
         assert part in waste
     assert waste.count("<- ") == 2 and "<- today\n" in waste and "<- recommended\n" in waste
-    for part in ("memory of a rank's pools", "16 MB", "400 ms", "stop for a refill", "0 s", "restore"):
+    for part in ("memory of a rank's pools", "8.0 MB", "400 ms", "stop for a refill", "0 s", "restore"):
         assert part in found[HEADINGS[3]]
     assert "holds 25 batches" in found[HEADINGS[4]]
     assert "at most" in found[HEADINGS[5]]

@@ -276,11 +276,11 @@ def test_samples_that_cannot_be_brought_back():
 
 
 def test_memory_over_what_the_machine_has():
-    plan = replace(POOL, ranks_per_node=4)  # 4 ranks x 2 workers x 2 pools x 1,000 samples x 40 kB
-    found = checks(surveyed(), plan, machine_bytes=1_200_000_000)["memory"]
-    assert found.result == "found" and "640 MB for 4 ranks of 2 workers," in found.sentence
-    assert "1,200 MB" in found.sentence and "preencode_sample" in found.action
-    assert checks(surveyed(), plan, machine_bytes=1_300_000_000)["memory"].result == "passed"
+    plan = replace(POOL, ranks_per_node=4)  # 4 ranks x 2 workers x 1,000 samples x 40 kB
+    found = checks(surveyed(), plan, machine_bytes=600_000_000)["memory"]
+    assert found.result == "found" and "320 MB for 4 ranks of 2 workers," in found.sentence
+    assert "600 MB" in found.sentence and "preencode_sample" in found.action
+    assert checks(surveyed(), plan, machine_bytes=650_000_000)["memory"].result == "passed"
     assert checks(surveyed(), plan)["memory"].result == "not made"
     unknown = checks(surveyed(sample_bytes=None), plan, machine_bytes=1)["memory"]
     assert unknown.result == "not made" and "not measured" in unknown.sentence
@@ -350,7 +350,7 @@ def test_costs_of_a_pool_that_is_handed_out_and_of_one_that_stays_full():
     survey = surveyed()
     plan = replace(POOL, batch_size=4, ranks_per_node=4)
     pool = cost_of(plan.case, plan, survey, 4)
-    assert pool.pool_samples == 2000 and pool.worker_bytes == 2000 * 40_000
+    assert pool.pool_samples == 1000 and pool.worker_bytes == 1000 * 40_000
     assert pool.rank_bytes == 2 * pool.worker_bytes and pool.node_bytes == 4 * pool.rank_bytes
     assert pool.first_batch_seconds == pytest.approx(1000 * 0.004) and pool.stall_seconds == 0
     assert pool.batch_seconds == pytest.approx(4 * 0.004 / 2)
@@ -571,10 +571,10 @@ def test_a_smaller_pool_is_not_praised_for_what_no_pool_can_mend():
 
 def test_memory_limits_the_pool():
     survey, plan = surveyed(sample_bytes=5e6), replace(POOL, batch_size=4, ranks_per_node=8)
-    advice, lines = recommended(survey, plan, machine_bytes=64 * 10**9)
+    advice, lines = recommended(survey, plan, machine_bytes=32 * 10**9)
     case = advice.recommendation.case
-    assert case.pool_size < 1000 and advice.costs[1].node_bytes <= 32e9 < advice.costs[0].node_bytes
-    assert any("today's pools take 160,000 MB" in reason for reason in advice.recommendation.reasons)
+    assert case.pool_size < 1000 and advice.costs[1].node_bytes <= 16e9 < advice.costs[0].node_bytes
+    assert any("today's pools take 80,000 MB" in reason for reason in advice.recommendation.reasons)
     assert any("takes more memory than there is" in reason for reason in advice.recommendation.reasons)
 
 

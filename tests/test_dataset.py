@@ -148,9 +148,7 @@ def test_the_next_pool_fills_while_one_is_handed_out() -> None:
     CONFIG.worker_activate(0)
     try:
         for step, _ in zip(range(1, 120), iter(dataset), strict=False):
-            held = dataset.dataset.read - 2 * step
-            assert dataset.dataset.read == min(400, 100 + 2 * step)
-            assert held <= 200
+            assert dataset.dataset.read == min(400, 100 + 2 * step)  # so a pool's samples are held, of both together
     finally:
         CONFIG.worker_deactivate()
 
