@@ -3,24 +3,29 @@
 import math
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import LightningDataModule
-from megatron.energon import TaskEncoder, WorkerConfig, get_savable_loader, get_train_dataset
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from megatron.energon import SavableDataLoader, TaskEncoder, WorkerConfig, get_savable_loader, get_train_dataset
 
-from lightning_lengthpool.agreement import Agreement
-from lightning_lengthpool.checkpoint import gather, join, split
+from lightning_lengthpool.checkpoint import FRESH, IncompleteStateError, check_settings_fit
 from lightning_lengthpool.checks import check_numbers, check_settings, check_training, try_encoder
 from lightning_lengthpool.classes import packed_class
 from lightning_lengthpool.cost_models import CostModel
+from lightning_lengthpool.data_state import DataState
 from lightning_lengthpool.dataset import LengthPoolDataset
-from lightning_lengthpool.evaluation import check_evaluation, evaluation_loader
-from lightning_lengthpool.loader import EvalLoader, TrainLoader, count_dropped
+from lightning_lengthpool.evaluation import check_evaluation, evaluation_loader, prediction_split
+from lightning_lengthpool.fit_progress import FitProgress
+from lightning_lengthpool.loader import EvalLoader, State, TrainLoader
 from lightning_lengthpool.pool import PoolSettings, PoolWarmup, require_stream
+from lightning_lengthpool.ranks import Agreement, DataRank, check_data_rank, find_data_rank
 from lightning_lengthpool.reference import ReferenceLengths, batches_of, read_reference_lengths, with_reference
 from lightning_lengthpool.splits import describe_split, split_size
+from lightning_lengthpool.store import is_rank_zero
 from lightning_lengthpool.task_encoder import check_encoder, length_pool, methods_not_stateless, require_length_pool
 
 _FIRST_BATCH_TIMEOUT = 600.0  # seconds until energon's watchdog speaks up: the first batch waits for a whole pool
@@ -78,7 +83,11 @@ class LengthPoolDataModule(LightningDataModule):
             limit. By default what the encoder says (energon: 100).
         resume: How a run goes on from a checkpoint. 'exact': with the very batches of the uninterrupted run; refused if
             the encoder cannot restore its samples. 'approximate': what was left of each pool is lost. 'auto': exact
-            where the encoder allows it, else approximate. 'fresh': the data start afresh.
+            where the encoder allows it, else approximate. 'fresh': the data start from the beginning.
+        rank: Which of the ranks that share the data this process is, from 0. By default as the trainer says, or,
+            without one, as the process group does. Processes that share a rank's batches (tensor parallelism) have the
+            same number.
+        world_size: Number of ranks that share the data; with `rank`.
 
     Raises:
         ValueError: If a setting is out of its range; the message names it, its value and what was expected.
@@ -112,8 +121,12 @@ class LengthPoolDataModule(LightningDataModule):
         val_batch_size: int | None = None,
         failure_tolerance: int | None = None,
         resume: Literal["auto", "exact", "approximate", "fresh"] = "auto",
+        rank: int | None = None,
+        world_size: int | None = None,
     ) -> None:
         super().__init__()
+        if (rank is None) != (world_size is None):
+            raise ValueError(f"rank is {rank} and world_size is {world_size}: set both, or neither")
         if not sys.platform.startswith("linux"):
             raise RuntimeError(f"lightning_lengthpool runs on Linux only (energon forks), this is {sys.platform!r}")
         require_stream(policy, pool_size, class_shares=class_shares)
@@ -152,6 +165,7 @@ class LengthPoolDataModule(LightningDataModule):
             failure_tolerance=failure_tolerance,
             resume=resume,
         )
+        self._given_rank = None if rank is None or world_size is None else check_data_rank(rank, world_size)
         self.path, self.val_path = path, path if val_path is None else val_path
         self.task_encoder = task_encoder
         check_encoder(task_encoder)
@@ -168,11 +182,9 @@ class LengthPoolDataModule(LightningDataModule):
         self.virtual_epoch_length = virtual_epoch_length
         self._reference: ReferenceLengths | None = None
         self._batches_of_a_sample: float | None = None  # with a token budget, once it is estimated
-        self._train_loader: TrainLoader | None = None
         self._eval_loader: EvalLoader | None = None
-        self._state: dict[str, Any] | None = None  # the place from which the next loader goes on
-        self._loaders = 0  # made so far
-        self._gathered = ""  # the name of the last collection of places
+        self._state = DataState()
+        self._has_arrived = False  # a checkpoint's state, in this fit
 
     def setup(self, stage: str) -> None:
         """Check the data on all ranks alike, before any loader or worker exists.
@@ -185,7 +197,9 @@ class LengthPoolDataModule(LightningDataModule):
         try:
             if stage == "fit":
                 self._estimate(check_training(self, self._pool_settings()))
-            if stage in ("fit", "validate", "test"):
+            if stage == "predict":
+                check_evaluation(self, prediction_split(self.val_path), required=True)
+            elif stage in ("fit", "validate", "test"):
                 check_evaluation(self, "test" if stage == "test" else "val", required=stage != "fit")
         except Exception as caught:
             error = caught
@@ -197,6 +211,7 @@ class LengthPoolDataModule(LightningDataModule):
             raise ValueError(f"the data could not be set up on {failed} other rank(s): see their messages")
         if stage == "fit":
             self._agree(agreement)
+            self._has_arrived = False
 
     def _agree(self, agreement: Agreement) -> None:
         """Check that what the order depends on is the same on all ranks; each rank asks the same questions."""
@@ -215,25 +230,38 @@ class LengthPoolDataModule(LightningDataModule):
     def train_dataloader(self) -> TrainLoader:
         """This rank's endless stream, cut into epochs of `virtual_epoch_length` batches.
 
-        It goes on from the checkpoint that is resumed, or from where the last one stood if there was one before.
+        It goes on from the checkpoint that is resumed, or from where the last one stood if there was one before. To be
+        called on all ranks alike.
         """
-        self._keep_place()
+        self._state.close()
+        data_rank = self.data_rank
+        settings = self._saved_settings(self._worker_config(self.num_workers))
+        if self._state.own is not None:
+            self._check_unchanged(settings)
+        loader = TrainLoader(
+            self._build, self._epoch_length(data_rank.world_size), self._state.own, FitProgress(self.trainer)
+        )
+        self._state.attach(loader, settings, data_rank, self._agreement())
+        return loader
+
+    def _build(self, state: State | None) -> tuple[SavableDataLoader, LengthPoolDataset, State | None]:
+        """Make energon's loader, when the first batch is asked for: by then a checkpoint's state has come."""
+        if self._lacks_state():
+            state = None
         worker_config = self._worker_config(self.num_workers)
         dataset, pool = self._train_dataset(worker_config, self._pool_settings(), self.failure_tolerance)
-        if self._state is not None and (self.resume == "approximate" or not pool.dataset.can_restore_sample()):
-            self._approximate(pool)
+        if state is not None and (self.resume == "approximate" or not pool.dataset.can_restore_sample()):
+            state = self._approximate(pool, state)
         # Without workers a collection every few batches would be the training process's; and in a worker it walks the
         # whole pool, so it comes about once per pool.
         pool_batches = self._held() // (self.batch_size or 1)
         loader = get_savable_loader(
             dataset,
-            checkpoint_every_sec=math.inf,  # the place travels with the batches
+            checkpoint_every_sec=math.inf,  # the state travels with the batches
             gc_collect_every_n_steps=max(10, pool_batches) if self.num_workers else 0,
             watchdog_initial_timeout_seconds=_FIRST_BATCH_TIMEOUT,
         )
-        self._loaders += 1
-        self._train_loader = TrainLoader(loader, pool, self._epoch_length(worker_config.world_size), self._state)
-        return self._train_loader
+        return loader, pool, state
 
     def val_dataloader(self) -> EvalLoader | list[Any]:
         """The `val` split from its start at each run; no loader if the data set has no such split."""
@@ -243,8 +271,14 @@ class LengthPoolDataModule(LightningDataModule):
         """The `test` split, as `val_dataloader`."""
         return self._evaluation("test")
 
-    def _evaluation(self, split: str) -> EvalLoader | list[Any]:
-        loader = evaluation_loader(self, split)
+    def predict_dataloader(self) -> EvalLoader:
+        """The `test` split, or `val` where there is no `test`, each sample once: ranks may have unequal counts."""
+        loader = self._evaluation(prediction_split(self.val_path), repeats=False)
+        assert isinstance(loader, EvalLoader)
+        return loader
+
+    def _evaluation(self, split: str, *, repeats: bool = True) -> EvalLoader | list[Any]:
+        loader = evaluation_loader(self, split, repeats=repeats)
         if loader is None:
             return []
         self._eval_loader = loader
@@ -267,11 +301,11 @@ class LengthPoolDataModule(LightningDataModule):
         return {"policy": self.settings.policy, **plain, **({} if budget is None else {"max_tokens": float(budget)})}
 
     def teardown(self, stage: str) -> None:
-        """Stop the workers; their place in the training data is kept, for a checkpoint or another `fit`."""
+        """Stop the workers; where they stand in the training data is kept, for a checkpoint or another `fit`."""
         self._close()
         if stage == "fit" and self.dropped:
             warnings.warn(
-                f"{self.dropped} samples of rank {self._worker_config(0).rank} cost more than max_tokens "
+                f"{self.dropped} samples of rank {self.data_rank.rank} cost more than max_tokens "
                 f"({self.settings.max_tokens:g}) and were left out (over_budget is 'drop')",
                 stacklevel=2,
             )
@@ -280,38 +314,83 @@ class LengthPoolDataModule(LightningDataModule):
         """Stop the workers where Lightning does not get to `teardown`."""
         self._close()
 
+    def _close(self) -> None:
+        self._state.close()
+        if self._eval_loader is not None:
+            self._eval_loader.close()
+
     @property
     def dropped(self) -> int:
         """Samples of this rank that were left out so far, for they cost more than max_tokens."""
-        state = self._state if self._train_loader is None else self._train_loader.state()
-        return 0 if state is None else count_dropped(state["workers"])
+        return self._state.dropped
 
-    # ---- the place in the data
+    # ---- the state of the data
 
     def state_dict(self) -> dict[str, Any]:
-        """All ranks' places in the data, in plain containers, on global rank zero, which writes the checkpoint."""
-        state = self._state if self._train_loader is None else self._train_loader.state()
-        if state is None:
-            return {}
-        config = self._worker_config(self.num_workers)
-        name = f"{self._loaders}-{state['batches']}"
-        ranks = gather(state, config.rank, config.world_size, name, last=self._gathered)
-        self._gathered = name
-        is_writer = self.trainer is None or self.trainer.is_global_zero
-        return join(self._saved_settings(config), ranks) if is_writer else {}
+        """All ranks' states, in plain containers, on global rank zero, which writes the checkpoint.
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's place out of a checkpoint.
+        They are the states after the last batch that was trained on, also in the middle of a step. Without a trainer
+        that is the last batch that the loader has handed out.
+        """
+        return self._state.save(self.data_rank, is_writer=self._is_writer())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take this rank's state out of a checkpoint, before or after the loader was made.
 
         Raises:
-            ValueError: If it does not fit the settings: the message names what was saved, what is now and the way out.
+            ValueError: If it is malformed, lacks the state, or does not fit the settings: the message names what was
+                saved, what is now and the way out.
         """
-        self._state = None
-        if self.resume == "fresh" or not state_dict:
+        trainer = self.trainer
+        if trainer is not None and trainer.state.fn not in (None, TrainerFn.FITTING):
+            return  # an evaluation of the checkpoint's weights: training goes on from where it stands
+        if not state_dict:
+            return  # as if there were none
+        self._has_arrived = True
+        if self.resume == "fresh":
+            rank_zero_info("resume is 'fresh': the data start from the beginning, whatever the checkpoint holds")
+            self._state.forget()
             return
-        config = self._worker_config(self.num_workers)
-        accumulated = 1 if self.trainer is None else self.trainer.accumulate_grad_batches
-        self._state = split(state_dict, self._saved_settings(config), config.rank, accumulated=accumulated)
+        accumulated = 1 if trainer is None else trainer.accumulate_grad_batches
+        settings = self._saved_settings(self._worker_config(self.num_workers))
+        try:
+            self._state.load(state_dict, settings, self.data_rank.rank, accumulated=accumulated, keep=self._is_writer())
+        except IncompleteStateError as error:
+            self._say_start_over(str(error))
+            self._state.forget()
+
+    def _is_writer(self) -> bool:
+        return self.trainer.is_global_zero if self.trainer is not None else is_rank_zero()
+
+    def _lacks_state(self) -> bool:
+        """Whether training goes on from a checkpoint that has no state for this data module; says so once.
+
+        Raises:
+            ValueError: If so, and `resume` is 'exact'.
+        """
+        trainer = self.trainer
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING or not trainer.ckpt_path or self._has_arrived:
+            return False
+        self._has_arrived = True  # once is enough
+        if self.resume != "fresh":
+            self._say_start_over(
+                f"the checkpoint {trainer.ckpt_path} has no data state under the name {type(self).__qualname__!r}, the "
+                "class of this data module: it was saved without one, or with a data module of another class"
+            )
+        return True
+
+    def _say_start_over(self, why: str) -> None:
+        if self.resume == "exact":
+            raise ValueError(f"resume is 'exact', but {why}. {FRESH}")
+        rank_zero_warn(f"{why}. So the data start from the beginning: samples that the model has seen come again.")
+
+    def _check_unchanged(self, settings: dict[str, Any]) -> None:
+        """Begin from the beginning where the settings were changed since the data began, as a Tuner does."""
+        try:
+            check_settings_fit(self._state.settings, settings)
+        except ValueError as error:
+            rank_zero_warn(f"the data start from the beginning, for their settings have changed: {error}")
+            self._state.forget()
 
     def _saved_settings(self, config: WorkerConfig) -> dict[str, Any]:
         """What the place in the data depends on."""
@@ -344,31 +423,21 @@ class LengthPoolDataModule(LightningDataModule):
             **plain,
         }
 
-    def _close(self) -> None:
-        self._keep_place()
-        if self._eval_loader is not None:
-            self._eval_loader.close()
-
-    def _keep_place(self) -> None:
-        if self._train_loader is not None:
-            self._state = self._train_loader.state()
-            self._train_loader.close()
-            self._train_loader = None
-
-    def _approximate(self, pool: LengthPoolDataset) -> None:
+    def _approximate(self, pool: LengthPoolDataset, state: State) -> State | None:
         """Go on without the samples that the pool held."""
         if self.packing_buffer_size is None:
             pool.lose_pool = True
             lost = f"up to {self._held() - 1} samples of each worker's pool are lost"
         else:
-            self._state = None
-            lost = "the packing buffer cannot be restored either, and the data start afresh"
+            state = None
+            lost = "the packing buffer cannot be restored either, and the data start from the beginning"
         warnings.warn(
             f"the data go on approximately (resume is {self.resume!r}): {lost}. To go on exactly, mark "
             f"{', '.join(methods_not_stateless(self.task_encoder)) or 'all methods of the encoder'} as @stateless and "
             "leave resume at 'auto'.",
             stacklevel=2,
         )
+        return state
 
     # ---- the pool
 
@@ -401,17 +470,24 @@ class LengthPoolDataModule(LightningDataModule):
         self._batches_of_a_sample = batches_of(known, self.settings, self.batch_size)
 
     def _agreement(self) -> Agreement:
-        return Agreement(self.trainer, self._worker_config(0).world_size)
+        return Agreement(self.trainer, self.data_rank.world_size)
+
+    # ---- copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy (`copy.deepcopy`, `pickle`) stands where this one stands in the data, without trainer and loaders."""
+        return vars(self) | {"trainer": None, "_eval_loader": None}
 
     # ---- what the two kinds of loaders are made of
 
+    @property
+    def data_rank(self) -> DataRank:
+        """Which of the data-parallel ranks this process is."""
+        return find_data_rank(self.trainer, self._given_rank)
+
     def _worker_config(self, num_workers: int) -> WorkerConfig:
-        trainer = self.trainer
-        ranks = (trainer.distributed_sampler_kwargs if trainer is not None else None) or {
-            "rank": 0,
-            "num_replicas": 1,
-        }
-        return WorkerConfig(rank=ranks["rank"], world_size=ranks["num_replicas"], num_workers=num_workers)
+        rank, world_size = self.data_rank
+        return WorkerConfig(rank=rank, world_size=world_size, num_workers=num_workers)
 
     def _train_dataset(
         self, worker_config: WorkerConfig, settings: PoolSettings, failure_tolerance: int | None, **changes: Any

@@ -1,6 +1,7 @@
 """Validation and test: the loader of a split, and the check that there is enough in it."""
 
 import inspect
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities import rank_zero_info
@@ -13,8 +14,31 @@ if TYPE_CHECKING:
     from lightning_lengthpool.datamodule import LengthPoolDataModule
 
 
-def evaluation_loader(module: "LengthPoolDataModule", split: str) -> EvalLoader | None:
-    """A loader that covers a split from its start at each run, None if there is no such split; on all ranks alike."""
+def prediction_split(path: str | Path) -> str:
+    """The split that predictions are made for: 'test', or 'val' where there is no 'test'.
+
+    Raises:
+        NoSplitError: If there is neither. What `splits.load_split` raises, too.
+    """
+    try:
+        split_size(path, "test")
+    except NoSplitError as error:
+        try:
+            split_size(path, "val")
+        except NoSplitError:
+            raise NoSplitError(f"there is nothing to predict: {error} It has no 'val' split either.") from error
+        return "val"
+    return "test"
+
+
+def evaluation_loader(module: "LengthPoolDataModule", split: str, *, repeats: bool = True) -> EvalLoader | None:
+    """A loader that covers a split from its start at each run, None if there is no such split; on all ranks alike.
+
+    Args:
+        module: Whose data.
+        split: The split's name.
+        repeats: Whether a rank that has fewer batches than another repeats its last one, for collectives in the step.
+    """
     try:
         samples = split_size(module.val_path, split)
     except NoSplitError:
@@ -38,8 +62,12 @@ def evaluation_loader(module: "LengthPoolDataModule", split: str) -> EvalLoader 
     methods = (encoder.encode_sample, encoder.preencode_sample, encoder.postencode_sample, encoder.encode_batch)
     multiplies = any(inspect.isgeneratorfunction(inspect.unwrap(method)) for method in methods)
     agreement = module._agreement()
-    length = None if multiplies else round(agreement.max(dataset().len_rank()))
-    return EvalLoader(lambda: get_loader(dataset()), length, agreement.ranks_with, world_size, split)
+    length = None if multiplies else dataset().len_rank()
+    if repeats and length is not None:
+        length = round(agreement.max(length))
+    return EvalLoader(
+        lambda: get_loader(dataset()), length, agreement.ranks_with if repeats else None, world_size, split
+    )
 
 
 def check_evaluation(module: "LengthPoolDataModule", split: str, *, required: bool) -> None:

@@ -35,7 +35,7 @@ def probe(dataset: Any, pool: LengthPoolDataset, complaint: str) -> dict[str, An
     pool.drop_batches = True
     loader = get_savable_loader(dataset, prefetch_factor=1, watchdog_timeout_seconds=None)
     loader.timeout = TIMEOUT
-    trial = TrainLoader(loader, pool, length=1)
+    trial = TrainLoader(lambda state: (loader, pool, state), length=1)
     try:
         next(iter(trial))
         return trial.state()["workers"][0]["snapshot"]
