@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities import rank_zero_info
-from megatron.energon import get_loader, get_val_dataset
+from megatron.energon import get_val_dataset
+from megatron.energon.savable_loader import BasicDataLoader
 
 from lightning_lengthpool.loader import EvalLoader
 from lightning_lengthpool.splits import NoSplitError, require_samples, split_size
@@ -65,9 +66,12 @@ def evaluation_loader(module: "LengthPoolDataModule", split: str, *, repeats: bo
     length = None if multiplies else dataset().len_rank()
     if repeats and length is not None:
         length = round(agreement.max(length))
-    return EvalLoader(
-        lambda: get_loader(dataset()), length, agreement.ranks_with if repeats else None, world_size, split
-    )
+
+    def loader() -> Any:
+        # Without workers the collections would be the training process's.
+        return BasicDataLoader(dataset(), **({} if worker_config.num_workers else {"gc_collect_every_n_steps": 0}))
+
+    return EvalLoader(loader, length, agreement.ranks_with if repeats else None, world_size, split)
 
 
 def check_evaluation(module: "LengthPoolDataModule", split: str, *, required: bool) -> None:

@@ -33,7 +33,7 @@ def probe(dataset: Any, pool: LengthPoolDataset, complaint: str) -> dict[str, An
         ValueError: If there is no batch in time. What the encoder raises comes through as it is.
     """
     pool.drop_batches = True
-    loader = get_savable_loader(dataset, prefetch_factor=1, watchdog_timeout_seconds=None)
+    loader = get_savable_loader(dataset, prefetch_factor=1, watchdog_timeout_seconds=None, gc_collect_every_n_steps=0)
     loader.timeout = TIMEOUT
     trial = TrainLoader(lambda state: (loader, pool, state), length=1)
     try:

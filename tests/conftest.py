@@ -1,5 +1,6 @@
 """Small energon data sets whose samples are their own lengths, and a file of step records."""
 
+import gc
 import io
 import tarfile
 from collections.abc import Callable, Sequence
@@ -83,3 +84,9 @@ def steps_csv(tmp_path: Path) -> Path:
     path = tmp_path / "steps.csv"
     path.write_text(f"{','.join(COLUMNS)}\n{STEP_ROWS}")
     return path
+
+
+@pytest.fixture(autouse=True)
+def quick_garbage_collection() -> None:
+    """energon collects garbage whenever a loader starts; what is imported by now is none, and takes the longest."""
+    gc.freeze()
