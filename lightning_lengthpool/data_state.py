@@ -3,10 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
+from lightning.pytorch import Trainer
+
 from lightning_lengthpool import checkpoint
 from lightning_lengthpool.loader import State, TrainLoader, count_dropped
 from lightning_lengthpool.ranks import Agreement, DataRank
-from lightning_lengthpool.store import Offers, is_distributed, patience
+from lightning_lengthpool.signal_guard import SignalGuard
+from lightning_lengthpool.store import Offers, is_distributed, is_rank_zero, patience
 
 
 class DataState:
@@ -23,6 +26,7 @@ class DataState:
         self._loaded: Mapping[str, Any] | None = None  # what a checkpoint held, and...
         self._loaded_own: State | None = None  # ... this rank's state out of it, as long as it has not moved on
         self._offers: Offers | None = None
+        self._guard: SignalGuard | None = None
         self._rank = 0
 
     @property
@@ -39,14 +43,32 @@ class DataState:
 
     # ---- loaders
 
-    def attach(self, loader: TrainLoader, settings: dict[str, Any], data_rank: DataRank, agreement: Agreement) -> None:
+    def attach(
+        self,
+        loader: TrainLoader,
+        settings: dict[str, Any],
+        data_rank: DataRank,
+        agreement: Agreement,
+        trainer: Trainer | None,
+    ) -> None:
         """Follow a loader, which goes on from `own`; to be called on all ranks alike."""
         self.loader, self.settings, self._rank = loader, settings, data_rank.rank
         if self._offers is not None:
             self._offers.close()
-            self._offers = None
+            self._offers = self._guard = None
         if data_rank.world_size > 1 and is_distributed():
-            self._offers = Offers(agreement.token(), self._offer)
+            self._offers = offers = Offers(agreement.token(), self._offer)
+            if trainer is not None:
+
+                def tell(boundary: int) -> None:
+                    offers.collect(f"save at {boundary}", patience())
+
+                self._guard = SignalGuard(trainer, tell if is_rank_zero() else None)
+
+    def boundary(self) -> None:
+        """To be called before each batch, equally often on all ranks."""
+        if self._guard is not None:
+            self._guard.boundary()
 
     def close(self) -> None:
         """Stop the loader's workers; the state stays."""
@@ -80,7 +102,7 @@ class DataState:
         offers: dict[int, list[State]] = {data_rank.rank: [own]}
         if self._offers is not None:
             offers[data_rank.rank] = [*self._recent_states(), own]
-            for answer in self._offers.collect(patience()):
+            for answer in self._offers.collect("states", patience()):
                 offers.setdefault(answer["rank"], []).extend(answer["states"])
         batches, states = checkpoint.choose(offers, own["batches"], data_rank.world_size)
         return checkpoint.join(self.settings, batches, states)
@@ -111,8 +133,11 @@ class DataState:
         loader = self.loader
         return self._recent if loader is None else loader.recent
 
-    def _offer(self) -> dict[str, Any]:
-        """What this rank answers when rank zero saves: it may be a batch ahead, or be in the middle of one."""
+    def _offer(self, question: str) -> dict[str, Any]:
+        """What this rank answers when rank zero saves: it may be a batch ahead, or in the middle of one."""
+        if question.startswith("save at") and self._guard is not None:
+            self._guard.save_at = int(question.split()[-1])
+            return {}
         states = {state["batches"]: state for state in (*self._asked, *self._recent_states())}
         return {"rank": self._rank, "states": [dict(state) for state in states.values()]}
 

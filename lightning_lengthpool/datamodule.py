@@ -238,10 +238,9 @@ class LengthPoolDataModule(LightningDataModule):
         settings = self._saved_settings(self._worker_config(self.num_workers))
         if self._state.own is not None:
             self._check_unchanged(settings)
-        loader = TrainLoader(
-            self._build, self._epoch_length(data_rank.world_size), self._state.own, FitProgress(self.trainer)
-        )
-        self._state.attach(loader, settings, data_rank, self._agreement())
+        length, progress = self._epoch_length(data_rank.world_size), FitProgress(self.trainer)
+        loader = TrainLoader(self._build, length, self._state.own, progress, self.boundary)
+        self._state.attach(loader, settings, data_rank, self._agreement(), self.trainer)
         return loader
 
     def _build(self, state: State | None) -> tuple[SavableDataLoader, LengthPoolDataset, State | None]:
@@ -318,6 +317,10 @@ class LengthPoolDataModule(LightningDataModule):
         self._state.close()
         if self._eval_loader is not None:
             self._eval_loader.close()
+
+    def boundary(self) -> None:
+        """Called by the loaders before each batch, equally often on all ranks: a SLURM signal is handled here."""
+        self._state.boundary()
 
     @property
     def dropped(self) -> int:

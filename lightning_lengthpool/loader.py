@@ -88,14 +88,21 @@ class TrainLoader:
         length: Batches of an epoch, the same on all ranks.
         state: Where to go on, as `state` returned it; None for the beginning.
         progress: What the training loop says of its batches.
+        boundary: Called before each batch.
     """
 
     def __init__(
-        self, build: Build, length: int, state: State | None = None, progress: FitProgress | None = None
+        self,
+        build: Build,
+        length: int,
+        state: State | None = None,
+        progress: FitProgress | None = None,
+        boundary: Callable[[], None] = lambda: None,
     ) -> None:
         self._build = build
         self._length = length
         self._progress = progress or FitProgress()
+        self._boundary = boundary
         self._loader: SavableDataLoader | None = None
         self._stream: Iterator[Any] | None = None
         self._is_trial = False
@@ -131,6 +138,7 @@ class TrainLoader:
 
     def _next(self, position: int) -> Any:
         stream = self._open() if self._stream is None else self._stream
+        self._boundary()
         self._progress.fetch()
         started = time.perf_counter()
         pooled = next(stream)
@@ -223,6 +231,7 @@ class EvalLoader:
             if each rank goes on by itself, without repeats.
         world_size: Number of data-parallel ranks.
         name: Of the evaluation set, for errors.
+        boundary: Called before each batch, equally often on all ranks.
     """
 
     def __init__(
@@ -232,12 +241,14 @@ class EvalLoader:
         ranks_with: Callable[[bool], int] | None,
         world_size: int,
         name: str,
+        boundary: Callable[[], None] = lambda: None,
     ) -> None:
         self._build = build
         self._length = length
         self._ranks_with = ranks_with
         self._world_size = world_size
         self._name = name
+        self._boundary = boundary
         self._first_repeat = math.inf
         self._open: DataLoader | None = None
 
@@ -264,6 +275,7 @@ class EvalLoader:
         for index in itertools.count():
             if having == 0:
                 return
+            self._boundary()
             if fresh is None:
                 self._first_repeat = min(self._first_repeat, index)
             else:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 SECONDS = 60.0  # how long rank zero waits for the other ranks
 ALONE_SECONDS = 5.0  # the same while an exception is handled: the others may be gone
-_STOP = b"stop"
+_STOP = "stop"
 
 
 def is_distributed() -> bool:
@@ -42,17 +42,18 @@ def patience() -> float:
 
 
 class Offers:
-    """What each rank has to offer at any moment, for rank zero to collect.
+    """What each rank answers at any moment to the questions of rank zero.
 
     Made on all ranks alike, while a process group exists. On the ranks other than zero a thread waits in the store for
     a question and answers it, whatever the rank's main thread is doing then.
 
     Args:
         token: A name that nothing else in this process group has, now or later; the same on all ranks.
-        offer: A method that gives this rank's plain answer; called in the thread. Its object is not kept alive.
+        offer: A method that takes a question and gives this rank's plain answer; called in the thread. Its object is
+            not kept alive.
     """
 
-    def __init__(self, token: str, offer: Callable[[], Any]) -> None:
+    def __init__(self, token: str, offer: Callable[[str], Any]) -> None:
         self._prefix = f"lengthpool/{token}"
         self._store = dist.distributed_c10d._get_default_store()
         self._ranks = range(1, dist.get_world_size())
@@ -64,10 +65,11 @@ class Offers:
             thread.start()
             self.close = weakref.finalize(self, thread.stop, self._store)  # at the latest when the process ends
 
-    def collect(self, seconds: float) -> list[Any]:
+    def collect(self, question: str, seconds: float) -> list[Any]:
         """Ask all other ranks; to be called on rank zero alone.
 
         Args:
+            question: For their `offer`.
             seconds: How long to wait for all of them together.
 
         Returns:
@@ -78,7 +80,7 @@ class Offers:
             for rank in self._missing:  # whose answer may have come too late
                 self._store.delete_key(_key(self._prefix, self._asked - 1, "answer", rank))
             for rank in self._ranks:
-                self._store.set(_key(self._prefix, self._asked, "ask", rank), b"")
+                self._store.set(_key(self._prefix, self._asked, "ask", rank), question)
         except RuntimeError:  # the process group has gone
             return []
         keys = {rank: _key(self._prefix, self._asked, "answer", rank) for rank in self._ranks}
@@ -91,7 +93,7 @@ class Offers:
 class _Answers(threading.Thread):
     """Answers rank zero's questions until there is nothing to offer any more, or nobody who asks."""
 
-    def __init__(self, store: Any, prefix: str, rank: int, offer: Callable[[], Callable[[], Any] | None]) -> None:
+    def __init__(self, store: Any, prefix: str, rank: int, offer: Callable[[], Callable[[str], Any] | None]) -> None:
         super().__init__(name="lengthpool-offers", daemon=True)
         # A store may be used by one thread at a time, so this one has a connection of its own.
         self._waiting, self._prefix, self._rank, self._offer = store.clone(), prefix, rank, offer
@@ -102,12 +104,12 @@ class _Answers(threading.Thread):
             ask = _key(self._prefix, self._number, "ask", self._rank)
             try:
                 self._waiting.wait([ask], timedelta(hours=1))
-                word = self._waiting.get(ask)
+                question = self._waiting.get(ask).decode()
                 self._waiting.delete_key(ask)
                 offer = self._offer()
-                if word == _STOP or offer is None:
+                if question == _STOP or offer is None:
                     return
-                self._waiting.set(_key(self._prefix, self._number, "answer", self._rank), _pack(offer()))
+                self._waiting.set(_key(self._prefix, self._number, "answer", self._rank), _pack(offer(question)))
             except dist.DistStoreError:  # nobody has asked for an hour
                 continue
             except RuntimeError:  # the store has gone, and the run with it
