@@ -9,7 +9,9 @@ from lightning_lengthpool import checkpoint
 from lightning_lengthpool.loader import State, TrainLoader, count_dropped
 from lightning_lengthpool.ranks import Agreement, DataRank
 from lightning_lengthpool.signal_guard import SignalGuard
-from lightning_lengthpool.store import Offers, is_distributed, is_rank_zero, patience
+from lightning_lengthpool.store import LAST, Offers, is_distributed, is_rank_zero, patience
+
+STATES = "states"
 
 
 class DataState:
@@ -23,8 +25,8 @@ class DataState:
         self.settings: dict[str, Any] = {}  # those under which the state is one
         self._recent: tuple[State, ...] = ()  # without a loader: states after the last batches, to go on from the last
         self._asked: tuple[State, ...] = ()  # at the last calls of `save`
-        self._loaded: Mapping[str, Any] | None = None  # what a checkpoint held, and...
-        self._loaded_own: State | None = None  # ... this rank's state out of it, as long as it has not moved on
+        self._whole: Mapping[str, Any] | None = None  # on the writer what a checkpoint held or would hold, ...
+        self._whole_own: State | None = None  # ... as long as this is this rank's state
         self._offers: Offers | None = None
         self._guard: SignalGuard | None = None
         self._rank = 0
@@ -81,7 +83,7 @@ class DataState:
 
     def forget(self) -> None:
         """Go back to the beginning."""
-        self._recent, self._loaded, self._loaded_own = (), None, None
+        self._recent, self._whole, self._whole_own = (), None, None
         if self.loader is not None:
             self.loader.load(None)
 
@@ -96,13 +98,23 @@ class DataState:
             return {}
         if own is None:
             return checkpoint.beginning()
-        if self._loaded is not None and own is self._loaded_own:
-            return dict(self._loaded)
-        self._loaded = self._loaded_own = None  # all ranks' states: they may take much memory
+        if self._whole is None or own is not self._whole_own:
+            return self._collect(own, data_rank, STATES)
+        return dict(self._whole)
+
+    def finish(self, data_rank: DataRank, *, is_writer: bool) -> None:
+        """End the threads at the end of a fit, on all ranks alike; what they had to answer is kept on the writer."""
+        own, offers = self.own, self._offers
+        if own is not None and offers is not None and is_writer:
+            self._whole, self._whole_own = self._collect(own, data_rank, LAST), own
+            self._offers = self._guard = None
+
+    def _collect(self, own: State, data_rank: DataRank, question: str) -> dict[str, Any]:
+        self._whole = self._whole_own = None  # all ranks' states: they may take much memory
         offers: dict[int, list[State]] = {data_rank.rank: [own]}
         if self._offers is not None:
             offers[data_rank.rank] = [*self._recent_states(), own]
-            for answer in self._offers.collect("states", patience()):
+            for answer in self._offers.collect(question, patience()):
                 offers.setdefault(answer["rank"], []).extend(answer["states"])
         batches, states = checkpoint.choose(offers, own["batches"], data_rank.world_size)
         return checkpoint.join(self.settings, batches, states)
@@ -124,7 +136,7 @@ class DataState:
         """
         own = checkpoint.split(saved, settings, rank, accumulated=accumulated)
         self.settings = settings
-        self._loaded, self._loaded_own = saved if keep else None, own
+        self._whole, self._whole_own = saved if keep else None, own
         self._recent = () if own is None else (own,)
         if self.loader is not None:
             self.loader.load(own)

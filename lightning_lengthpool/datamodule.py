@@ -302,6 +302,8 @@ class LengthPoolDataModule(LightningDataModule):
     def teardown(self, stage: str) -> None:
         """Stop the workers; where they stand in the training data is kept, for a checkpoint or another `fit`."""
         self._close()
+        if stage == "fit":
+            self._state.finish(self.data_rank, is_writer=self._is_writer())
         if stage == "fit" and self.dropped:
             warnings.warn(
                 f"{self.dropped} samples of rank {self.data_rank.rank} cost more than max_tokens "

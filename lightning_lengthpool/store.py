@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 SECONDS = 60.0  # how long rank zero waits for the other ranks
 ALONE_SECONDS = 5.0  # the same while an exception is handled: the others may be gone
+LAST = "last"  # the question after which a rank answers no more
 _STOP = "stop"
 
 
@@ -113,6 +114,8 @@ class _Answers(threading.Thread):
             except dist.DistStoreError:  # nobody has asked for an hour
                 continue
             except RuntimeError:  # the store has gone, and the run with it
+                return
+            if question == LAST:
                 return
             self._number += 1
 

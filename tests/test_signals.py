@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -53,7 +54,7 @@ def train_until_a_signal(path: str, folder: Path, number: int) -> None:
     def signals() -> None:
         while not model.train_keys:
             time.sleep(0.005)
-        time.sleep(random.Random(number).uniform(0, 0.6) + random.uniform(0, 0.01))
+        time.sleep(random.Random(number).uniform(0, 0.4) + random.uniform(0, 0.01))
         for child in multiprocessing.active_children():
             os.kill(child.pid, signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -70,14 +71,28 @@ def train_until_a_signal(path: str, folder: Path, number: int) -> None:
     fit(path, folder, number, model, max_steps=10_000, plugins=[SLURMEnvironment(auto_requeue=True)])
 
 
-def in_a_fork(number: int, target: Callable[..., None], *args: Any) -> None:
+def agree_on_a_port(folder: Path) -> int:
+    """A free port, which rank 0 writes down."""
+    file = folder / "port"
+    if os.environ["RANK"] == "0":
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            file.with_suffix(".new").write_text(str(free.getsockname()[1]))
+        file.with_suffix(".new").rename(file)
+    while not file.exists():
+        time.sleep(0.01)
+    return int(file.read_text())
+
+
+def in_a_fork(number: int, folder: Path, target: Callable[..., None], *args: Any) -> None:
     """Run a function in a fork of this process, which has no threads yet, in a process group of its own."""
+    port = agree_on_a_port(folder)
     if (child := os.fork()) == 0:
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+        os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(port)}
         try:
             target(*args)
         finally:
-            os._exit(1)
+            os._exit(0 if (folder / "done").exists() else 1)  # once it has saved, the other rank may leave first
     _, status = os.waitpid(child, 0)
     assert status == 0, f"try {number} ended with status {status}"
 
@@ -85,9 +100,9 @@ def in_a_fork(number: int, target: Callable[..., None], *args: Any) -> None:
 def interrupted_and_resumed(path: str, folder: str, tries: int) -> list[Any]:
     """For each try the global step and the batches of the checkpoint, and the keys of the run that resumes from it."""
     for number in range(tries):
-        (Path(folder) / str(number)).mkdir(exist_ok=True)
-        in_a_fork(number, train_until_a_signal, path, Path(folder) / str(number), number)
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(tries)
+        own = Path(folder) / str(number)
+        own.mkdir(exist_ok=True)
+        in_a_fork(number, own, train_until_a_signal, path, own, number)
     found: list[Any] = []
     for number in range(tries):
         file, model = Path(folder) / str(number) / "hpc_ckpt_1.ckpt", Recorder()
@@ -95,9 +110,10 @@ def interrupted_and_resumed(path: str, folder: str, tries: int) -> list[Any]:
         steps = saved["global_step"]
         fit(path, Path(folder), number, model, max_steps=steps + FOLLOWING, ckpt_path=file)
         found.append((steps, saved["LengthPoolDataModule"]["batches"], model.train_keys))
-    for number in range(min(tries, 3)):
+    most = max(steps for steps, _, _ in found)
+    for number in range(3):
         model = Recorder()
-        fit(path, Path(folder), number, model, max_steps=FOLLOWING + max(steps for steps, _, _ in found))
+        fit(path, Path(folder), number, model, max_steps=most + FOLLOWING)
         found.append(model.train_keys)
     return found
 
