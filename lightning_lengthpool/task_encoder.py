@@ -57,7 +57,7 @@ _build_batch = TaskEncoder.build_batch  # energon's own, for the packing
 
 @contextmanager
 def length_pool(
-    task_encoder: TaskEncoder, settings: PoolSettings, failure_tolerance: int | None = None
+    task_encoder: TaskEncoder, settings: PoolSettings, failure_tolerance: int | None = None, skip_tolerance: int = 0
 ) -> Iterator[None]:
     """Within this context, training data sets that `task_encoder` builds end in a length pool.
 
@@ -66,6 +66,7 @@ def length_pool(
         settings: The pool.
         failure_tolerance: Failures in a row that energon's wrappers and the pool let pass, if the failing method does
             not say so itself; None for the encoder's own default.
+        skip_tolerance: Samples that may be skipped in a row; 0 for no limit.
     """
 
     def build_batch(
@@ -93,6 +94,7 @@ def length_pool(
             encode_batch=self.encode_batch if self._is_overridden(self.encode_batch) else None,
             postencode=postencode,
             failure_tolerance=self.__default_failure_tolerance__,
+            skip_tolerance=skip_tolerance,
             worker_config=worker_config,
         )
 
