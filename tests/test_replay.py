@@ -149,3 +149,21 @@ def test_a_generator_resumes_with_its_random_numbers(
         keys, state, _ = take(path, encoder(), batches, state, **settings)
         found += keys
     assert found == expected[: len(found)]
+
+
+class SeveralPacks(LengthEncoder):
+    def select_samples_to_pack(self, samples: list[LengthSample]) -> list[list[LengthSample]]:
+        return [samples]
+
+    @stateless
+    def pack_selected_samples(self, samples: list[LengthSample]) -> Iterator[LengthSample]:
+        yield from samples
+
+
+def test_a_generator_of_packs_is_named(dataset: Callable[..., Path]) -> None:
+    path = dataset(LENGTHS)
+    settings = {"num_workers": 0, "packing_buffer_size": 4, "pool_size": 5}
+    with pytest.raises(ValueError, match=r"resume is 'exact', but SeveralPacks.pack_selected_samples is a generator"):
+        LengthPoolDataModule(path, SeveralPacks(), 1, resume="exact", **settings).setup("fit")
+    with pytest.warns(UserWarning, match=r"SeveralPacks.pack_selected_samples is a generator.*may miss some"):
+        LengthPoolDataModule(path, SeveralPacks(), 1, **settings).setup("fit")
