@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from conftest import LengthEncoder, LengthSample
-from megatron.energon import SkipSample, TextSample, WorkerConfig, stateless
+from megatron.energon import Cooker, SkipSample, TextSample, WorkerConfig, basic_sample_keys, stateless
+from megatron.energon.flavors.jsonl.crude_jsonl_dataset import CrudeJsonlDatasetFactory
 from ranks import run_ranks
 from test_datamodule import LENGTHS, Recorder, data, trainer
 from test_replay import take
@@ -184,3 +185,23 @@ def test_a_rank_that_skips_its_share_of_validation_ends_both(dataset: Callable[.
 def test_a_wrong_bound_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="skip_tolerance is -1, expected an integer of at least 0"):
         data(tmp_path, skip_tolerance=-1)
+
+
+def test_a_damaged_jsonl_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(f'{{"text": "{length}"}}\n' for length in LENGTHS))
+    CrudeJsonlDatasetFactory.prepare_dataset(path)
+    module = LengthPoolDataModule(path, Crude(), 2, pool_size=8, num_workers=0)
+    loader = module.train_dataloader()
+    path.unlink()
+    with pytest.raises(ValueError, match=f"{path} {WAY_OUT}"):
+        next(iter(loader))
+
+
+@stateless
+def cook(sample: dict) -> TextSample:
+    return TextSample(**basic_sample_keys(sample), text=sample["json"]["text"])
+
+
+class Crude(LengthEncoder):
+    cookers = (Cooker(cook),)
