@@ -146,7 +146,8 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
 
     def _check_replay(self) -> str | None:
         """Say what the pool had to restore, and found otherwise; an error if it must not be."""
-        if not (differences := self.pool.differences):
+        differences, self.pool.differences = self.pool.differences, []
+        if not differences:
             return None
         config, more = self.worker_config, len(differences) - 1
         what = f"rank {config.rank}, worker {config.rank_worker_id()}: {differences[0]}"
