@@ -129,8 +129,8 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
     def __iter__(self) -> Iterator[PooledBatch]:
         if (state := self.resume_from.pop(self.worker_config.rank_worker_id(), None)) is not None:
             self.restore_state(state)
-        if self.skip_tolerance:  # what energon's own buffers hold is read, and has not come in
-            self.pool.arrivals.limit = self.skip_tolerance + sum(map(_buffered, parts_of(self.dataset)))
+        self.pool.arrivals.tolerance = self.skip_tolerance
+        self.pool.arrivals.buffered = sum(map(_buffered, parts_of(self.dataset)))
         upstream, sent = self.pool.start(lose_pool=self.lose_pool), None
         warning = self._check_replay()
         while (batch := self._next_batch(upstream)) is not None:
@@ -170,7 +170,8 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
         while (batch := self._form_batch(entries)) is None:
             tried += len(entries)
             if self.skip_tolerance and tried > self.skip_tolerance:
-                starve(self.worker_config, f"{tried} samples in a row left the pool and none made a batch")
+                what = f"{tried} samples in a row left the pool and none made a batch"
+                starve(self.worker_config, what, self.skip_tolerance)
             if not (entries := self.pool.take_nearest(upstream, slot)):
                 return None
         batch.missed = slot.missed
