@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_lengthpool.dataset import LengthPoolDataset, PooledBatch
 from lightning_lengthpool.fit_progress import FitProgress
+from lightning_lengthpool.workers import prepare_workers
 
 
 class BatchRecord(NamedTuple):
@@ -149,7 +150,7 @@ class TrainLoader:
     def _open(self) -> Iterator[Any]:
         now = self.recent[-1]
         loader, pool, state = self._build(now if now["batches"] else None)
-        self._loader = _pin_where_possible(loader)
+        self._loader = prepare_workers(_pin_where_possible(loader))
         self._is_trial = pool.drop_batches
         if state is None:
             self.recent = ({"workers": (None,) * max(1, loader.num_workers), "batches": 0, "position": 0},)
@@ -260,7 +261,7 @@ class EvalLoader:
     def __iter__(self) -> Iterator[Any]:
         self.close()
         self._first_repeat = math.inf
-        self._open = _pin_where_possible(self._build())
+        self._open = prepare_workers(_pin_where_possible(self._build()))
         stream = iter(self._open)
         if self._ranks_with is None:
             yield from map(shield_sources, stream)

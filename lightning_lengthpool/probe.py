@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.energon import get_savable_loader
 
+from lightning_lengthpool.arrivals import StarvedError
 from lightning_lengthpool.dataset import LengthPoolDataset
 from lightning_lengthpool.loader import TrainLoader
 
@@ -39,6 +40,11 @@ def probe(dataset: Any, pool: LengthPoolDataset, complaint: str) -> dict[str, An
     try:
         next(iter(trial))
         return trial.state()["workers"][0]["snapshot"]
+    except StarvedError as error:
+        raise ValueError(
+            f"{complaint}: it skips all samples (SkipSample), yields nothing for them or fails on them (skip_tolerance "
+            f"is {pool.skip_tolerance}). Correct it, or raise skip_tolerance; 0 sets no limit."
+        ) from error
     except RuntimeError as error:
         if "timed out" not in str(error):
             raise

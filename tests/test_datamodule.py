@@ -601,8 +601,11 @@ def test_an_encoder_that_skips_everything_shows_before_training(
     dataset: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightning_lengthpool.probe.TIMEOUT", 3.0)
+    path = dataset(LENGTHS)
+    with pytest.raises(ValueError, match=r"SkipsAll made no batch .*: it skips all samples.*skip_tolerance is 50\)"):
+        LengthPoolDataModule(path, SkipsAll(), 1, num_workers=0, skip_tolerance=50).setup("fit")
     with pytest.raises(ValueError, match="SkipsAll made no batch .* within 3 s. Does it skip all samples"):
-        LengthPoolDataModule(dataset(LENGTHS), SkipsAll(), 1, num_workers=0).setup("fit")
+        LengthPoolDataModule(path, SkipsAll(), 1, num_workers=0, skip_tolerance=0).setup("fit")
 
 
 class Particular(LengthEncoder):
