@@ -15,6 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_lengthpool.data_identity import check_same_data
+
 VERSION = 1
 GATHER_SECONDS = 60.0  # how long rank zero waits for the others' places
 ALONE_SECONDS = 5.0  # the same while an exception is handled: the others may be gone
@@ -106,7 +108,8 @@ def split(
     before = saved["settings"]
     shape = ("ranks", "num_workers")
     later = {"length_fn"} - set(before)  # of which the first checkpoints did not know
-    for name in sorted((set(settings) | set(before)) - later):
+    check_same_data(before["path"], settings["path"], AFRESH)
+    for name in sorted((set(settings) | set(before)) - later - {"path"}):
         if name not in shape and before.get(name) != settings.get(name):
             raise ValueError(
                 f"the checkpoint was saved with {name} {before.get(name)!r}, and now it is {settings.get(name)!r}: its "

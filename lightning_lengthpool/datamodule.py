@@ -15,12 +15,14 @@ from lightning_lengthpool.checkpoint import gather, join, split
 from lightning_lengthpool.checks import check_numbers, check_settings, check_training, try_encoder
 from lightning_lengthpool.classes import packed_class
 from lightning_lengthpool.cost_models import CostModel
+from lightning_lengthpool.data_identity import Description, describe_data
 from lightning_lengthpool.dataset import LengthPoolDataset
 from lightning_lengthpool.evaluation import check_evaluation, evaluation_loader
 from lightning_lengthpool.loader import EvalLoader, TrainLoader, count_dropped
+from lightning_lengthpool.paths import data_path, file_path
 from lightning_lengthpool.pool import PoolSettings, PoolWarmup, require_stream
 from lightning_lengthpool.reference import ReferenceLengths, batches_of, read_reference_lengths, with_reference
-from lightning_lengthpool.splits import describe_split, split_size
+from lightning_lengthpool.splits import split_size
 from lightning_lengthpool.task_encoder import check_encoder, length_pool, methods_not_stateless, require_length_pool
 
 _FIRST_BATCH_TIMEOUT = 600.0  # seconds until energon's watchdog speaks up: the first batch waits for a whole pool
@@ -152,7 +154,8 @@ class LengthPoolDataModule(LightningDataModule):
             failure_tolerance=failure_tolerance,
             resume=resume,
         )
-        self.path, self.val_path = path, path if val_path is None else val_path
+        self.path = data_path(path)
+        self.val_path = self.path if val_path is None else data_path(val_path, "val_path")
         self.task_encoder = task_encoder
         check_encoder(task_encoder)
         self.failure_tolerance = failure_tolerance
@@ -160,12 +163,15 @@ class LengthPoolDataModule(LightningDataModule):
         self.batch_size = batch_size
         self.val_batch_size = val_batch_size or batch_size or (1 if packing_buffer_size is None else None)
         self.class_fn = class_fn
-        self.reference_lengths = reference_lengths
+        self.reference_lengths = (
+            None if reference_lengths is None else file_path(reference_lengths, "reference_lengths")
+        )
         self.num_workers = num_workers
         self.shuffle_buffer_size = shuffle_buffer_size
         self.packing_buffer_size = packing_buffer_size
         self.max_samples_per_sequence = max_samples_per_sequence
         self.virtual_epoch_length = virtual_epoch_length
+        self._data: list[Description] | None = None  # once it is looked at
         self._reference: ReferenceLengths | None = None
         self._batches_of_a_sample: float | None = None  # with a token budget, once it is estimated
         self._train_loader: TrainLoader | None = None
@@ -185,6 +191,7 @@ class LengthPoolDataModule(LightningDataModule):
         try:
             if stage == "fit":
                 self._estimate(check_training(self, self._pool_settings()))
+                self._data = describe_data(self.path, "train")
             if stage in ("fit", "validate", "test"):
                 check_evaluation(self, "test" if stage == "test" else "val", required=stage != "fit")
         except Exception as caught:
@@ -206,7 +213,8 @@ class LengthPoolDataModule(LightningDataModule):
                 f"it has {self._reference}): they would aim at different lengths. Give all ranks the same file."
             )
         settings = self._saved_settings(self._worker_config(self.num_workers))
-        if not agreement.is_same(str(sorted((name, settings[name]) for name in settings if name != "path"))):
+        del settings["path"]
+        if not agreement.is_same(str(sorted(settings.items()))):
             raise ValueError(
                 f"the data module's settings differ between the ranks, here they are {settings}: the ranks would train "
                 "on different lengths at the same step. Give all ranks the same settings."
@@ -316,6 +324,7 @@ class LengthPoolDataModule(LightningDataModule):
     def _saved_settings(self, config: WorkerConfig) -> dict[str, Any]:
         """What the place in the data depends on."""
         settings = self._pool_settings()
+        self._data = self._data or describe_data(self.path, "train")
         numbers = {
             "ranks": config.world_size,
             "num_workers": self.num_workers,
@@ -331,7 +340,7 @@ class LengthPoolDataModule(LightningDataModule):
         }  # NumPy's would not load
         shares = settings.class_shares
         return {
-            "path": describe_split(self.path, "train"),
+            "path": self._data,
             "policy": settings.policy,
             "length_fn": _function_name(settings.length_fn),
             "class_fn": _function_name(settings.class_fn),
@@ -424,7 +433,7 @@ class LengthPoolDataModule(LightningDataModule):
         }
         with length_pool(self.task_encoder, settings, failure_tolerance):
             dataset = get_train_dataset(
-                self.path,
+                data_path(self.path),
                 worker_config=worker_config,
                 max_samples_per_sequence=self.max_samples_per_sequence,
                 task_encoder=self.task_encoder,

@@ -7,7 +7,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from megatron.energon import get_loader, get_val_dataset
 
 from lightning_lengthpool.loader import EvalLoader
-from lightning_lengthpool.splits import NoSplitError, require_samples, split_size
+from lightning_lengthpool.paths import data_path
+from lightning_lengthpool.splits import NoSplitError, require_samples, workers_with_samples
 
 if TYPE_CHECKING:
     from lightning_lengthpool.datamodule import LengthPoolDataModule
@@ -15,19 +16,18 @@ if TYPE_CHECKING:
 
 def evaluation_loader(module: "LengthPoolDataModule", split: str) -> EvalLoader | None:
     """A loader that covers a split from its start at each run, None if there is no such split; on all ranks alike."""
-    try:
-        samples = split_size(module.val_path, split)
+    world_size = module._worker_config(0).world_size
+    try:  # a worker without a sample would fail in energon
+        workers = workers_with_samples(module.val_path, split, world_size, module.num_workers)
     except NoSplitError:
         rank_zero_info(f"{module.val_path} has no {split!r} split, or an empty one: no batches from it")
         return None
-    world_size = module._worker_config(0).world_size
-    # A worker without a sample would fail in energon.
-    worker_config = module._worker_config(min(module.num_workers, samples // world_size))
+    worker_config = module._worker_config(workers)
     encoder = module.task_encoder
 
     def dataset() -> Any:
         return get_val_dataset(
-            module.val_path,
+            data_path(module.val_path),
             split_part=split,
             worker_config=worker_config,
             batch_size=module.val_batch_size,
