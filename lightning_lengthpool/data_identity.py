@@ -8,6 +8,7 @@ sizes of its samples) and the contents of some of its samples. For what lies bet
 
 import hashlib
 import io
+import json
 import math
 import struct
 import tarfile
@@ -77,6 +78,11 @@ def check_same_data(before: Any, now: Sequence[Description], way_out: str) -> No
             "changed, it is not the uninterrupted run.",
             stacklevel=2,
         )
+
+
+def data_fingerprint(data: Sequence[Description]) -> str:
+    """A text that is the same for the same data wherever they lie, and whenever their index was made."""
+    return json.dumps([{**one, "name": "", "index": ""} for one in data])
 
 
 # ---- the description

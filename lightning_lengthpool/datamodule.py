@@ -15,7 +15,7 @@ from lightning_lengthpool.checkpoint import gather, join, split
 from lightning_lengthpool.checks import check_numbers, check_settings, check_training, try_encoder
 from lightning_lengthpool.classes import packed_class
 from lightning_lengthpool.cost_models import CostModel
-from lightning_lengthpool.data_identity import Description, describe_data
+from lightning_lengthpool.data_identity import Description, data_fingerprint, describe_data
 from lightning_lengthpool.dataset import LengthPoolDataset
 from lightning_lengthpool.evaluation import check_evaluation, evaluation_loader
 from lightning_lengthpool.loader import EvalLoader, TrainLoader, count_dropped
@@ -213,7 +213,11 @@ class LengthPoolDataModule(LightningDataModule):
                 f"it has {self._reference}): they would aim at different lengths. Give all ranks the same file."
             )
         settings = self._saved_settings(self._worker_config(self.num_workers))
-        del settings["path"]
+        if not agreement.is_same(data_fingerprint(settings.pop("path"))):
+            raise ValueError(
+                f"path is {str(self.path)!r}, where some ranks find other training data than others (old copies on "
+                "local disks, say): samples would be lost and others come twice. Give all ranks the same data."
+            )
         if not agreement.is_same(str(sorted(settings.items()))):
             raise ValueError(
                 f"the data module's settings differ between the ranks, here they are {settings}: the ranks would train "
