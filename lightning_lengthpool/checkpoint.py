@@ -108,7 +108,7 @@ def split(
     before = saved["settings"]
     shape = ("ranks", "num_workers")
     later = {"length_fn"} - set(before)  # of which the first checkpoints did not know
-    check_same_data(before["path"], settings["path"], AFRESH)
+    check_same_data(before.get("path"), settings["path"], AFRESH)
     for name in sorted((set(settings) | set(before)) - later - {"path"}):
         if name not in shape and before.get(name) != settings.get(name):
             raise ValueError(

@@ -21,11 +21,12 @@ from typing import Any
 from megatron.energon.epathlib import EPath
 from megatron.energon.flavors.jsonl.ijsonl import IJSONL_SUFFIX
 from megatron.energon.flavors.webdataset.config import INDEX_UUID_FILENAME, MAIN_FOLDER_NAME
+from megatron.energon.flavors.webdataset.indexing import JoinIndexReader
 from megatron.energon.flavors.webdataset.itar import ITAR_SUFFIX
 from megatron.energon.flavors.webdataset.structs import DatasetSubset
 from megatron.energon.metadataset.loader_interface import LoadedDataset
 
-from lightning_lengthpool.splits import load_split
+from lightning_lengthpool.splits import load_split, name_of
 
 LOOKS = 64  # samples that are looked at, of all data sets together; at least _LEAST of each
 _LEAST = 4
@@ -73,9 +74,9 @@ def check_same_data(before: Any, now: Sequence[Description], way_out: str) -> No
         )
     if remade:
         warnings.warn(
-            f"the index of data set {', '.join(remade[:_MOST_SAID])} was made again since the checkpoint was saved "
-            "('energon prepare'). The samples that were looked at are the same, so the run goes on; if others have "
-            "changed, it is not the uninterrupted run.",
+            f"the index of data set {', '.join(remade[:_MOST_SAID])} or of what belongs to it was made again since the "
+            "checkpoint was saved ('energon prepare'). The samples that were looked at are the same: the run goes on; "
+            "if others have changed, it is not the uninterrupted run.",
             stacklevel=2,
         )
 
@@ -97,8 +98,8 @@ def _describe(one: LoadedDataset, looks: int, *, is_blended: bool) -> Descriptio
         contents |= {f"{folder}{name}": digest for name, digest in _contents(source, looks).items()}
     indices = [source.path for source in sources] + [EPath(aux.get_path()) for aux in (one.aux or {}).values()]
     return {
-        "name": " + ".join(source.name for source in sources),
-        "samples": len(factory),
+        "name": name_of(factory),
+        "samples": _count(factory),
         "shards": sum(len(getattr(source, "shards", [source])) for source in sources),
         "blend weight": _rounded(one.weight) if is_blended else None,  # energon makes them add up to 1
         "repetitions": _rounded(one.repetitions),
@@ -109,6 +110,14 @@ def _describe(one: LoadedDataset, looks: int, *, is_blended: bool) -> Descriptio
         "contents": contents,
         "index": " ".join(map(_index_number, indices)),
     }
+
+
+def _count(factory: Any) -> int:
+    """Samples without the subset; of joined ones those that have a partner, where the others are skipped."""
+    if not hasattr(factory, "join_index"):
+        return len(factory)
+    with JoinIndexReader(factory.join_index) as index:
+        return len(index)
 
 
 def _names(sources: Sequence[Any]) -> Iterator[bytes]:
@@ -123,7 +132,7 @@ def _contents(source: Any, looks: int) -> dict[str, str | None]:
     """Digests of the shards that are looked at; None for one that cannot be read."""
     if not hasattr(source, "shards"):
         numbers = _spaced(len(source), looks)
-        return {"its file": _shard_digest(source.path, IJSONL_SUFFIX, numbers)}
+        return {"the file": _shard_digest(source.path, IJSONL_SUFFIX, numbers)}
     of_shard: dict[int, list[int]] = defaultdict(list)
     index, start = 0, 0
     for number in _spaced(sum(shard.count for shard in source.shards), looks):

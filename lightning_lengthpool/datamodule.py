@@ -36,7 +36,8 @@ class LengthPoolDataModule(LightningDataModule):
     covers its split from the start, each sample once. Linux only: energon forks its workers.
 
     Args:
-        path: A prepared energon data set (folder), or the YAML of an energon metadataset that blends several.
+        path: A prepared energon data set (folder), or the YAML of an energon metadataset that blends several. `~` and
+            `file:///...` are read, and energon's `msc://...`.
         task_encoder: Your energon task encoder; nothing in it has to change.
         batch_size: Samples of a micro-batch, at least 1; with max_tokens, at most. None only with max_tokens, or with
             packing: then each pack is a batch.
@@ -71,8 +72,8 @@ class LengthPoolDataModule(LightningDataModule):
             packs.
         max_samples_per_sequence: Samples that energon reads in a row from one shard; None for whole shards.
         virtual_epoch_length: Batches of an epoch on each rank; by default as many as one pass over the training split
-            has: samples // (ranks * batch_size). With max_tokens that is an estimate, from reference_lengths or else
-            from the first 100 samples.
+            has: samples // (ranks * batch_size), where a metadataset's `subset` and `repetitions` count. With
+            max_tokens that is an estimate, from reference_lengths or else from the first 100 samples.
         val_path: Data set of validation and test, if it is not `path`.
         val_batch_size: Samples of a validation or test batch; by default batch_size, or 1 where that is None without
             packing.

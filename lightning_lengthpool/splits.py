@@ -3,8 +3,10 @@
 import contextlib
 import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from lightning.pytorch.utilities import rank_zero_warn
 from megatron.energon import WorkerConfig
 from megatron.energon.epathlib import EPath
 from megatron.energon.flavors.webdataset.empty_dataset_error import EmptyDatasetError
@@ -42,6 +44,13 @@ def require_samples(path: str | Path, split: str, needed: int, for_whom: str, wa
             f"the {split} split of {path} has {samples} samples for {for_whom}{some}, and each needs one. Use fewer "
             f"ranks, a larger split, or {way_out}."
         )
+    if split == "train" and (by_worker <= 0).any():
+        for one, has in zip(load_split(path, split), (by_worker > 0).sum(axis=1), strict=True):
+            if has < needed:
+                rank_zero_warn(
+                    f"the data set {name_of(one.dataset)!r} of {path} has samples for {has} of {for_whom} only: the "
+                    "others draw from the rest of the blend, so that it comes less often than the blend says"
+                )
 
 
 def workers_with_samples(path: str | Path, split: str, ranks: int, most: int) -> int:
@@ -115,6 +124,11 @@ def load_split(path: str | Path, split: str, workers: int = 1) -> list[LoadedDat
             raise _wrong_yaml(path, split, error) from error
         raise
     return loaded.datasets
+
+
+def name_of(factory: Any) -> str:
+    """The name of a data set for messages; of joined ones, all names."""
+    return " + ".join(source.name for source in getattr(factory, "inner_datasets", [factory]))
 
 
 def _wrong_yaml(path: object, split: str, error: Exception) -> ValueError:

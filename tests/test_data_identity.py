@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 from conftest import write_dataset, write_metadataset
+from megatron.energon import TextSample
+from megatron.energon.epathlib import EPath
 from megatron.energon.flavors.jsonl.crude_jsonl_dataset import CrudeJsonlDatasetFactory
+from megatron.energon.metadataset.loader import prepare_metadataset
 
 from lightning_lengthpool import data_identity
 from lightning_lengthpool.data_identity import check_same_data, describe_data
+from lightning_lengthpool.splits import split_size
 
 WAY_OUT = "This is the way out."
 
@@ -145,7 +149,10 @@ def test_the_same_data_elsewhere_are_the_same(tmp_path: Path) -> None:
 
 def test_an_index_made_again_is_the_same_with_a_warning(tmp_path: Path) -> None:
     paths = [write_dataset(tmp_path / name, range(300), shards=7) for name in "ab"]
-    with pytest.raises(UserWarning, match="index of data set 'b' was made again since .* if others have changed"):
+    with pytest.raises(
+        UserWarning,
+        match="index of data set 'b' or of what belongs to it was made again since .* if others have changed",
+    ):
         check(*paths)
     later = tmp_path / "later"
     shutil.copytree(paths[0], later)
@@ -210,10 +217,55 @@ def test_a_jsonl_file_is_known_by_its_lines(tmp_path: Path) -> None:
     texts = [f"line {i:03d}" for i in range(200)]
     first = write("a.jsonl", texts)
     check(first, write("copy.jsonl", texts))
-    with pytest.raises(ValueError, match="'its file' of data set 'b.jsonl' has other contents"):
+    with pytest.raises(ValueError, match="'the file' of data set 'b.jsonl' has other contents"):
         check(first, write("b.jsonl", [*texts[:77], "line xxx", *texts[78:]]))
     with pytest.raises(ValueError, match="had 200 samples in 1 shards, and now has 199 samples in 1 shards"):
         check(first, write("b.jsonl", texts[1:]))
+
+
+class Pair(TextSample):
+    """Of two data sets."""
+
+    @classmethod
+    def from_joined(cls, first: TextSample, second: TextSample | None) -> "Pair":
+        return cls.derive_from(first, text=first.text + ("" if second is None else second.text))
+
+
+def test_joined_data_sets_are_looked_into(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "a", range(12), shards=2)
+    write_dataset(tmp_path / "b", range(10), shards=2)
+
+    def joined(nonmatch: str) -> Path:
+        join = f"join: [{{path: a}}, {{path: b, nonmatch: {nonmatch}}}]"
+        joiner = f"joiner: {{__module__: {__name__}, __class__: Pair}}"
+        path = write_metadataset(tmp_path / f"{nonmatch}.yaml", f"{{{join}, {joiner}, subset: {{range: [0%, 50%]}}}}")
+        prepare_metadataset(EPath(path))
+        return path
+
+    skip, none = joined("skip"), joined("none")
+    assert [split_size(path, "train") for path in (skip, none)] == [5, 6]
+    before = describe_data(skip, "train")
+    with pytest.raises(ValueError, match=r"'a \+ b' had 10 samples in 4 shards, and now has 12 samples"):
+        check(skip, none)
+    shutil.rmtree(tmp_path / "b")
+    write_dataset(tmp_path / "b", [*range(9), 3], shards=2)
+    joined("skip")
+    with pytest.raises(ValueError, match=r"'b/train-000005.tar' of data set 'a \+ b' has other contents"):
+        check_same_data(before, describe_data(skip, "train"), WAY_OUT)
+
+
+def test_auxiliary_data_made_again_get_a_warning(tmp_path: Path) -> None:
+    for name in "ab":
+        write_dataset(tmp_path / name, range(12))
+    crude = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
+    (tmp_path / "a" / ".nv-meta" / "dataset.yaml").write_text(crude)
+    path = write_metadataset(tmp_path / "metadataset.yaml", "{path: a, aux: {pictures: b}}")
+    before = describe_data(path, "train")
+    check(path, path)
+    shutil.rmtree(tmp_path / "b")
+    write_dataset(tmp_path / "b", range(12))
+    with pytest.warns(UserWarning, match="index of data set 'a' or of what belongs to it was made again"):
+        check_same_data(before, describe_data(path, "train"), WAY_OUT)
 
 
 def test_a_description_stays_small(tmp_path: Path) -> None:

@@ -543,7 +543,7 @@ def test_the_same_data_set_at_another_place_is_the_same(dataset: Callable[..., P
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         module(tmp_path / "elsewhere").load_state_dict(state)
-    with pytest.warns(UserWarning, match="was made again since the checkpoint was saved"):
+    with pytest.warns(UserWarning, match="was made again since the "):
         module(dataset(LENGTHS)).load_state_dict(state)
 
 

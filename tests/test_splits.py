@@ -1,3 +1,4 @@
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -106,6 +107,16 @@ def test_a_worker_that_gets_nothing_of_enough_samples_is_noticed(yaml: Callable[
         require_samples(path, "train", 4, "4 ranks", "")
     require_samples(path, "train", 2, "2 ranks", "")
     assert [workers_with_samples(path, "train", ranks, 8) for ranks in (1, 2, 4)] == [2, 1, 0]
+
+
+def test_a_data_set_that_not_all_workers_have_is_named(yaml: Callable[[str], Path]) -> None:
+    path = yaml("{blend: [{path: a}, {path: b, subset: {range: [0, 3]}}]}")
+    with pytest.warns(UserWarning, match="data set 'b' of .* has samples for 3 of 4 ranks only") as warned:
+        require_samples(path, "train", 4, "4 ranks", "")
+    assert len(warned) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        require_samples(path, "train", 3, "3 ranks", "")
 
 
 def test_a_repetition_of_less_than_a_sample_is_none(yaml: Callable[[str], Path]) -> None:
