@@ -93,9 +93,9 @@ def _describe(one: LoadedDataset, looks: int, *, is_blended: bool) -> Descriptio
     factory = one.dataset
     sources = getattr(factory, "inner_datasets", [factory])  # several where samples are joined
     contents = {}
-    for source in sources:
-        folder = f"{source.name}/" if len(sources) > 1 else ""
-        contents |= {f"{folder}{name}": digest for name, digest in _contents(source, looks).items()}
+    for number, source in enumerate(sources, 1):  # by number: a copy's folder may have another name
+        which = f" ({number} of {len(sources)})" if len(sources) > 1 else ""
+        contents |= {f"{name}{which}": digest for name, digest in _contents(source, looks).items()}
     indices = [source.path for source in sources] + [EPath(aux.get_path()) for aux in (one.aux or {}).values()]
     return {
         "name": name_of(factory),

@@ -250,7 +250,7 @@ def test_joined_data_sets_are_looked_into(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "b")
     write_dataset(tmp_path / "b", [*range(9), 3], shards=2)
     joined("skip")
-    with pytest.raises(ValueError, match=r"'b/train-000005.tar' of data set 'a \+ b' has other contents"):
+    with pytest.raises(ValueError, match=r"'train-000005.tar \(2 of 2\)' of data set 'a \+ b' has other contents"):
         check_same_data(before, describe_data(skip, "train"), WAY_OUT)
 
 
