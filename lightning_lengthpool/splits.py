@@ -48,8 +48,8 @@ def require_samples(path: str | Path, split: str, needed: int, for_whom: str, wa
         for one, has in zip(load_split(path, split), (by_worker > 0).sum(axis=1), strict=True):
             if has < needed:
                 rank_zero_warn(
-                    f"the data set {name_of(one.dataset)!r} of {path} has samples for {has} of {for_whom} only: the "
-                    "others draw from the rest of the blend, so that it comes less often than the blend says"
+                    f"the data set {name_of(one.dataset)!r} of {path} has samples for {has} of {needed} only "
+                    f"({for_whom}): the others draw from the rest of the blend, so it comes less often than it should"
                 )
 
 

@@ -111,7 +111,9 @@ def test_a_worker_that_gets_nothing_of_enough_samples_is_noticed(yaml: Callable[
 
 def test_a_data_set_that_not_all_workers_have_is_named(yaml: Callable[[str], Path]) -> None:
     path = yaml("{blend: [{path: a}, {path: b, subset: {range: [0, 3]}}]}")
-    with pytest.warns(UserWarning, match="data set 'b' of .* has samples for 3 of 4 ranks only") as warned:
+    with pytest.warns(
+        UserWarning, match="data set 'b' of .* has samples for 3 of 4 only .4 ranks.: the others"
+    ) as warned:
         require_samples(path, "train", 4, "4 ranks", "")
     assert len(warned) == 1
     with warnings.catch_warnings():
