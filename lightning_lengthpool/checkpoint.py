@@ -5,6 +5,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning_lengthpool.data_identity import check_same_data
+
 VERSION = 2
 
 FRESH = "To let the data start from the beginning on purpose set 'resume: fresh'."
@@ -188,8 +190,9 @@ def check_settings_fit(before: Mapping[str, Any], now: Mapping[str, Any]) -> Non
     Raises:
         ValueError: If not; the message names a setting that differs, its two values and the way out.
     """
+    check_same_data(before.get("path"), now["path"], FRESH)
     for name in sorted(set(now) | set(before)):
-        if name not in ("ranks", "num_workers") and before.get(name) != now.get(name):
+        if name not in ("ranks", "num_workers", "path") and before.get(name) != now.get(name):
             raise ValueError(
                 f"the checkpoint was saved with {name} {before.get(name)!r}, and now it is {now.get(name)!r}: its data "
                 f"state has no meaning here. Set {name} as it was to go on exactly. {FRESH}"

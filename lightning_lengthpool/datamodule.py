@@ -16,16 +16,18 @@ from lightning_lengthpool.checkpoint import FRESH, IncompleteStateError, check_s
 from lightning_lengthpool.checks import check_numbers, check_settings, check_training, try_encoder
 from lightning_lengthpool.classes import packed_class
 from lightning_lengthpool.cost_models import CostModel
+from lightning_lengthpool.data_identity import Description, data_fingerprint, describe_data
 from lightning_lengthpool.data_state import DataState
 from lightning_lengthpool.dataset import LengthPoolDataset
 from lightning_lengthpool.evaluation import check_evaluation, evaluation_loader, prediction_split
 from lightning_lengthpool.fit_progress import FitProgress
 from lightning_lengthpool.loader import EvalLoader, State, TrainLoader
+from lightning_lengthpool.paths import data_path, file_path
 from lightning_lengthpool.pool import PoolSettings, PoolWarmup, check_integer, require_stream
 from lightning_lengthpool.ranks import Agreement, DataRank, check_data_rank, find_data_rank
 from lightning_lengthpool.reference import ReferenceLengths, batches_of, read_reference_lengths, with_reference
-from lightning_lengthpool.splits import describe_split, split_size
-from lightning_lengthpool.store import is_rank_zero
+from lightning_lengthpool.splits import split_size
+from lightning_lengthpool.store import is_distributed, is_rank_zero
 from lightning_lengthpool.task_encoder import check_encoder, length_pool, methods_not_stateless, require_length_pool
 
 _FIRST_BATCH_TIMEOUT = 600.0  # seconds until energon's watchdog speaks up: the first batch waits for a whole pool
@@ -39,7 +41,8 @@ class LengthPoolDataModule(LightningDataModule):
     covers its split from the start, each sample once. Linux only: energon forks its workers.
 
     Args:
-        path: A prepared energon data set (folder), or the YAML of an energon metadataset that blends several.
+        path: A prepared energon data set (folder), or the YAML of an energon metadataset that blends several. `~` and
+            `file:///...` are read, and energon's `msc://...`.
         task_encoder: Your energon task encoder; nothing in it has to change.
         batch_size: Samples of a micro-batch, at least 1; with max_tokens, at most. None only with max_tokens, or with
             packing: then each pack is a batch.
@@ -74,8 +77,8 @@ class LengthPoolDataModule(LightningDataModule):
             packs.
         max_samples_per_sequence: Samples that energon reads in a row from one shard; None for whole shards.
         virtual_epoch_length: Batches of an epoch on each rank; by default as many as one pass over the training split
-            has: samples // (ranks * batch_size). With max_tokens that is an estimate, from reference_lengths or else
-            from the first 100 samples.
+            has: samples // (ranks * batch_size), where a metadataset's `subset` and `repetitions` count. With
+            max_tokens that is an estimate, from reference_lengths or else from the first 100 samples.
         val_path: Data set of validation and test, if it is not `path`.
         val_batch_size: Samples of a validation or test batch; by default batch_size, or 1 where that is None without
             packing.
@@ -171,7 +174,8 @@ class LengthPoolDataModule(LightningDataModule):
         )
         self._given_rank = None if rank is None or world_size is None else check_data_rank(rank, world_size)
         self.skip_tolerance = check_integer("skip_tolerance", skip_tolerance, minimum=0, hint="0 for no limit")
-        self.path, self.val_path = path, path if val_path is None else val_path
+        self.path = data_path(path)
+        self.val_path = self.path if val_path is None else data_path(val_path, "val_path")
         self.task_encoder = task_encoder
         check_encoder(task_encoder)
         self.failure_tolerance = failure_tolerance
@@ -179,12 +183,15 @@ class LengthPoolDataModule(LightningDataModule):
         self.batch_size = batch_size
         self.val_batch_size = val_batch_size or batch_size or (1 if packing_buffer_size is None else None)
         self.class_fn = class_fn
-        self.reference_lengths = reference_lengths
+        self.reference_lengths = (
+            None if reference_lengths is None else file_path(reference_lengths, "reference_lengths")
+        )
         self.num_workers = num_workers
         self.shuffle_buffer_size = shuffle_buffer_size
         self.packing_buffer_size = packing_buffer_size
         self.max_samples_per_sequence = max_samples_per_sequence
         self.virtual_epoch_length = virtual_epoch_length
+        self._data: list[Description] | None = None  # once it is looked at
         self._reference: ReferenceLengths | None = None
         self._batches_of_a_sample: float | None = None  # with a token budget, once it is estimated
         self._eval_loader: EvalLoader | None = None
@@ -202,6 +209,7 @@ class LengthPoolDataModule(LightningDataModule):
         try:
             if stage == "fit":
                 self._estimate(check_training(self, self._pool_settings()))
+                self._data = describe_data(self.path, "train")
             if stage == "predict":
                 check_evaluation(self, prediction_split(self.val_path), required=True)
             elif stage in ("fit", "validate", "test"):
@@ -220,13 +228,24 @@ class LengthPoolDataModule(LightningDataModule):
 
     def _agree(self, agreement: Agreement) -> None:
         """Check that what the order depends on is the same on all ranks; each rank asks the same questions."""
+        rank, world_size = self.data_rank
+        if is_distributed() and world_size > 1 and agreement.is_same(str(rank)):
+            raise ValueError(
+                f"rank is {rank} on all ranks, and world_size is {world_size}: all would train on the same samples. "
+                "Give each process its own rank (not in a YAML that they share), or leave both out."
+            )
         if not agreement.is_same(str(self._reference)):
             raise ValueError(
                 f"reference_lengths is {str(self.reference_lengths)!r}, but the file differs between the ranks (here "
                 f"it has {self._reference}): they would aim at different lengths. Give all ranks the same file."
             )
         settings = self._saved_settings(self._worker_config(self.num_workers))
-        if not agreement.is_same(str(sorted((name, settings[name]) for name in settings if name != "path"))):
+        if not agreement.is_same(data_fingerprint(settings.pop("path"))):
+            raise ValueError(
+                f"path is {str(self.path)!r}, where some ranks find other training data than others (old copies on "
+                "local disks, say): samples would be lost and others come twice. Give all ranks the same data."
+            )
+        if not agreement.is_same(str(sorted(settings.items()))):
             raise ValueError(
                 f"the data module's settings differ between the ranks, here they are {settings}: the ranks would train "
                 "on different lengths at the same step. Give all ranks the same settings."
@@ -406,6 +425,7 @@ class LengthPoolDataModule(LightningDataModule):
     def _saved_settings(self, config: WorkerConfig) -> dict[str, Any]:
         """What the place in the data depends on."""
         settings = self._pool_settings()
+        self._data = self._data or describe_data(self.path, "train")
         numbers = {
             "ranks": config.world_size,
             "num_workers": self.num_workers,
@@ -421,7 +441,7 @@ class LengthPoolDataModule(LightningDataModule):
         }  # NumPy's would not load
         shares = settings.class_shares
         return {
-            "path": describe_split(self.path, "train"),
+            "path": self._data,
             "policy": settings.policy,
             "length_fn": _function_name(settings.length_fn),
             "class_fn": _function_name(settings.class_fn),
@@ -511,7 +531,7 @@ class LengthPoolDataModule(LightningDataModule):
         }
         with length_pool(self.task_encoder, settings, failure_tolerance, self.skip_tolerance):
             dataset = get_train_dataset(
-                self.path,
+                data_path(self.path),
                 worker_config=worker_config,
                 max_samples_per_sequence=self.max_samples_per_sequence,
                 task_encoder=self.task_encoder,

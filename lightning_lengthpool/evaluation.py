@@ -9,8 +9,9 @@ from megatron.energon import get_val_dataset
 from megatron.energon.savable_loader import BasicDataLoader
 
 from lightning_lengthpool.loader import EvalLoader
+from lightning_lengthpool.paths import data_path
 from lightning_lengthpool.sources import watch_sources
-from lightning_lengthpool.splits import NoSplitError, require_samples, split_size
+from lightning_lengthpool.splits import NoSplitError, require_samples, split_size, workers_with_samples
 
 if TYPE_CHECKING:
     from lightning_lengthpool.datamodule import LengthPoolDataModule
@@ -41,19 +42,18 @@ def evaluation_loader(module: "LengthPoolDataModule", split: str, *, repeats: bo
         split: The split's name.
         repeats: Whether a rank that has fewer batches than another repeats its last one, for collectives in the step.
     """
-    try:
-        samples = split_size(module.val_path, split)
+    world_size = module._worker_config(0).world_size
+    try:  # a worker without a sample would fail in energon
+        workers = workers_with_samples(module.val_path, split, world_size, module.num_workers)
     except NoSplitError:
         rank_zero_info(f"{module.val_path} has no {split!r} split, or an empty one: no batches from it")
         return None
-    world_size = module._worker_config(0).world_size
-    # A worker without a sample would fail in energon.
-    worker_config = module._worker_config(min(module.num_workers, samples // world_size))
+    worker_config = module._worker_config(workers)
     encoder = module.task_encoder
 
     def dataset() -> Any:
         data = get_val_dataset(
-            module.val_path,
+            data_path(module.val_path),
             split_part=split,
             worker_config=worker_config,
             batch_size=module.val_batch_size,
@@ -74,7 +74,7 @@ def evaluation_loader(module: "LengthPoolDataModule", split: str, *, repeats: bo
         # Without workers the collections would be the training process's.
         return BasicDataLoader(dataset(), **({} if worker_config.num_workers else {"gc_collect_every_n_steps": 0}))
 
-    return EvalLoader(loader, length, agreement.ranks_with if repeats else None, world_size, split)
+    return EvalLoader(loader, length, agreement.ranks_with if repeats else None, world_size, split, module.boundary)
 
 
 def check_evaluation(module: "LengthPoolDataModule", split: str, *, required: bool) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from lightning_lengthpool.cost_models import CostModel
 from lightning_lengthpool.order import batch_shares
+from lightning_lengthpool.paths import file_path
 from lightning_lengthpool.pool import ClassFn, PoolSettings
 from lightning_lengthpool.stream import Array, Reference
 
@@ -99,8 +100,7 @@ def read_lengths(path: str | Path, setting: str, *, has_ranks: bool = False) -> 
     Raises:
         FileNotFoundError, ValueError: As `read_reference_lengths`.
     """
-    if not isinstance(path, (str, Path)):
-        raise ValueError(f"{setting} is {path!r}, expected the path of a CSV file")
+    path = file_path(path, setting)
     if not Path(path).is_file():
         raise FileNotFoundError(f"{setting} is {str(path)!r}, but no file is there")
     rows: list[LengthRow] = []

@@ -65,6 +65,12 @@ def dataset(tmp_path: Path) -> Callable[..., Path]:
     return lambda lengths, **kwargs: write_dataset(tmp_path / f"data{next(count)}", lengths, **kwargs)
 
 
+def write_metadataset(path: Path, train: str) -> Path:
+    """Write the YAML of a metadataset whose train split is `train`, as YAML says it."""
+    path.write_text(f"__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train: {train}\n")
+    return path
+
+
 # two ranks; step 4 has two micro-batches, step 5 one, and in step 6 rank 1's compute is absent
 STEP_ROWS = """\
 4,0,2,8,5,10,0,0.5,1.0,2.0,4.0

@@ -7,6 +7,8 @@ the uninterrupted one: keys and content, the encoder's random numbers included.
 import io
 import random
 import re
+import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import LengthSample
+from conftest import LengthSample, write_dataset, write_metadataset
 from megatron.energon import DefaultTaskEncoder, SkipSample, TextSample, edataclass, stateless
 
 from lightning_lengthpool import LengthPoolDataModule, checkpoint
@@ -522,12 +524,46 @@ def test_numpys_numbers_are_numbers(dataset: Callable[..., Path]) -> None:
 
 def test_another_data_set_is_named(dataset: Callable[..., Path]) -> None:
     state = saved_state(dataset(LENGTHS))
-    with pytest.raises(ValueError, match=r"path '150 samples in 1 shards.*and now it is '149 samples"):
+    with pytest.raises(ValueError, match="had 150 samples in 1 shards, and now has 149 samples .*'resume: fresh'"):
         module(dataset(LENGTHS[:149])).load_state_dict(state)
+    module(dataset(LENGTHS[:149]), resume="fresh").load_state_dict(state)
 
 
-def test_the_same_data_set_at_another_place_is_the_same(dataset: Callable[..., Path]) -> None:
-    module(dataset(LENGTHS)).load_state_dict(saved_state(dataset(LENGTHS)))
+def test_what_changed_in_a_metadataset_is_named(dataset: Callable[..., Path], tmp_path: Path) -> None:
+    one, two = dataset(LENGTHS).name, dataset(LENGTHS).name
+
+    def blend(weight: float, subset: str) -> Path:
+        entries = f"{{path: {one}, weight: {weight}}}, {{path: {two}, weight: 1, subset: {{range: {subset}}}}}"
+        return write_metadataset(tmp_path / "blend.yaml", f"{{blend: [{entries}]}}")
+
+    path = blend(3, "[0%, 50%]")
+    state = saved_state(path)
+    module(path).load_state_dict(state)
+    blend(1, "[50%, 100%]")
+    with pytest.raises(
+        ValueError, match=r"blend weight 0.75, and now has 0.5;.* subset \[0%, 50%\], and now has \[50%"
+    ):
+        module(path).load_state_dict(state)
+
+
+def test_shards_with_other_contents_are_named(dataset: Callable[..., Path]) -> None:
+    path = dataset(LENGTHS)
+    state = saved_state(path)
+    shutil.rmtree(path)
+    write_dataset(path, [*LENGTHS[:-2], LENGTHS[-1], LENGTHS[-2]])
+    with pytest.raises(ValueError, match=f"'train-000000.tar' of data set '{path.name}' has other contents"):
+        module(path).load_state_dict(state)
+
+
+def test_the_same_data_set_at_another_place_is_the_same(dataset: Callable[..., Path], tmp_path: Path) -> None:
+    path = dataset(LENGTHS)
+    state = saved_state(path)
+    path.rename(tmp_path / "elsewhere")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module(tmp_path / "elsewhere").load_state_dict(state)
+    with pytest.warns(UserWarning, match="was made again since the "):
+        module(dataset(LENGTHS)).load_state_dict(state)
 
 
 def test_fresh_starts_from_the_beginning_whatever_was_saved(dataset: Callable[..., Path]) -> None:
