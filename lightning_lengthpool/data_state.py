@@ -22,6 +22,7 @@ class DataState:
 
     def __init__(self) -> None:
         self.loader: TrainLoader | None = None
+        self.handed: Mapping[str, Any] | None = None  # what a trainer's copies of the module have left, to be loaded
         self.settings: dict[str, Any] = {}  # those under which the state is one
         self._recent: tuple[State, ...] = ()  # without a loader: states after the last batches, to go on from the last
         self._asked: tuple[State, ...] = ()  # at the last calls of `save`
@@ -83,14 +84,33 @@ class DataState:
 
     def forget(self) -> None:
         """Go back to the beginning."""
-        self._recent, self._whole, self._whole_own = (), None, None
+        self._recent, self._whole, self._whole_own, self.handed = (), None, None, None
         if self.loader is not None:
             self.loader.load(None)
+
+    def align(self, agreement: Agreement) -> None:
+        """Go back to the last batch that all ranks have trained on: an exception may leave them a batch apart.
+
+        Raises:
+            ValueError: If some rank cannot; on all ranks alike.
+        """
+        own = self.own
+        batches = 0 if own is None else own["batches"]
+        first = -int(agreement.max(-batches))
+        found = [state for state in self._recent if state["batches"] == first]
+        if agreement.ranks_with(bool(first and not found)) or (not first and agreement.ranks_with(bool(batches))):
+            raise ValueError(
+                f"the ranks stand at different batches in the data (this one at {batches}, another at {first}): they "
+                "would train on different lengths at the same step. Go on from a checkpoint (ckpt_path)."
+            )
+        self._recent = tuple(found)
 
     # ---- checkpoints
 
     def save(self, data_rank: DataRank, *, is_writer: bool) -> dict[str, Any]:
         """What a checkpoint holds: all ranks' states, on the rank that writes it; nothing elsewhere."""
+        if self.handed is not None:
+            return dict(self.handed) if is_writer else {}
         own = self.own
         if own is not None:
             self._asked = (*self._asked[-1:], own)
@@ -105,9 +125,15 @@ class DataState:
     def finish(self, data_rank: DataRank, *, is_writer: bool) -> None:
         """End the threads at the end of a fit, on all ranks alike; what they had to answer is kept on the writer."""
         own, offers = self.own, self._offers
-        if own is not None and offers is not None and is_writer:
+        if offers is None:
+            return
+        if not is_writer:
+            offers.await_last(patience())
+        elif own is not None:
             self._whole, self._whole_own = self._collect(own, data_rank, LAST), own
-            self._offers = self._guard = None
+        else:
+            offers.collect(LAST, patience())
+        self._offers = self._guard = None
 
     def _collect(self, own: State, data_rank: DataRank, question: str) -> dict[str, Any]:
         self._whole = self._whole_own = None  # all ranks' states: they may take much memory
@@ -135,7 +161,7 @@ class DataState:
             ValueError: As `checkpoint.split`.
         """
         own = checkpoint.split(saved, settings, rank, accumulated=accumulated)
-        self.settings = settings
+        self.settings, self.handed = settings, None
         self._whole, self._whole_own = saved if keep else None, own
         self._recent = () if own is None else (own,)
         if self.loader is not None:
@@ -158,8 +184,8 @@ class DataState:
     def __getstate__(self) -> dict[str, Any]:
         """A copy stands where this one stands, without loaders, threads or other ranks."""
         own = self.own
-        return {"settings": self.settings, "recent": () if own is None else (own,)}
+        return {"settings": self.settings, "handed": self.handed, "recent": () if own is None else (own,)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
-        self.settings, self._recent = state["settings"], state["recent"]
+        self.settings, self.handed, self._recent = state["settings"], state["handed"], state["recent"]

@@ -21,6 +21,7 @@ from lightning_lengthpool.data_state import DataState
 from lightning_lengthpool.dataset import LengthPoolDataset
 from lightning_lengthpool.evaluation import check_evaluation, evaluation_loader, prediction_split
 from lightning_lengthpool.fit_progress import FitProgress
+from lightning_lengthpool.handover import Handover, trains_a_copy
 from lightning_lengthpool.loader import EvalLoader, State, TrainLoader
 from lightning_lengthpool.paths import data_path, file_path
 from lightning_lengthpool.pool import PoolSettings, PoolWarmup, check_integer, require_stream
@@ -195,7 +196,7 @@ class LengthPoolDataModule(LightningDataModule):
         self._reference: ReferenceLengths | None = None
         self._batches_of_a_sample: float | None = None  # with a token budget, once it is estimated
         self._eval_loader: EvalLoader | None = None
-        self._state = DataState()
+        self._state, self._handover = DataState(), Handover()
         self._has_arrived = False  # a checkpoint's state, in this fit
 
     def setup(self, stage: str) -> None:
@@ -225,6 +226,7 @@ class LengthPoolDataModule(LightningDataModule):
         if stage == "fit":
             self._agree(agreement)
             self._has_arrived = False
+            self._take_up_handover(agreement)
 
     def _agree(self, agreement: Agreement) -> None:
         """Check that what the order depends on is the same on all ranks; each rank asks the same questions."""
@@ -258,13 +260,16 @@ class LengthPoolDataModule(LightningDataModule):
         called on all ranks alike.
         """
         self._state.close()
-        data_rank = self.data_rank
+        data_rank, agreement = self.data_rank, self._agreement()
+        self._take_up_handover(agreement)
         settings = self._saved_settings(self._worker_config(self.num_workers))
         if self._state.own is not None:
             self._check_unchanged(settings)
+        if data_rank.world_size > 1:
+            self._state.align(agreement)
         length, progress = self._epoch_length(data_rank.world_size), FitProgress(self.trainer)
         loader = TrainLoader(self._build, length, self._state.own, progress, self.boundary)
-        self._state.attach(loader, settings, data_rank, self._agreement(), self.trainer)
+        self._state.attach(loader, settings, data_rank, agreement, self.trainer)
         return loader
 
     def _build(self, state: State | None) -> tuple[SavableDataLoader, LengthPoolDataset, State | None]:
@@ -329,6 +334,8 @@ class LengthPoolDataModule(LightningDataModule):
         self._close()
         if stage == "fit":
             self._state.finish(self.data_rank, is_writer=self._is_writer())
+            if trains_a_copy(self.trainer):
+                self._hand_over()
         if stage == "fit" and self.dropped:
             warnings.warn(
                 f"{self.dropped} samples of rank {self.data_rank.rank} cost more than max_tokens "
@@ -362,6 +369,7 @@ class LengthPoolDataModule(LightningDataModule):
         They are the states after the last batch that was trained on, also in the middle of a step. Without a trainer
         that is the last batch that the loader has handed out.
         """
+        self._state.handed = self._handover.find() or self._state.handed
         return self._state.save(self.data_rank, is_writer=self._is_writer())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -414,10 +422,40 @@ class LengthPoolDataModule(LightningDataModule):
             raise ValueError(f"resume is 'exact', but {why}. {FRESH}")
         rank_zero_warn(f"{why}. So the data start from the beginning: samples that the model has seen come again.")
 
+    def _hand_over(self) -> None:
+        """Leave the state to the module of which this one is a copy."""
+        if self._is_writer():
+            self._handover.leave(self._state.save(self.data_rank, is_writer=True))
+        rank_zero_warn(
+            "this strategy trains in processes of its own: the data module gets its data state back from them, but a "
+            "checkpoint that trainer.save_checkpoint writes after this fit has none. Save during the fit, with "
+            "ModelCheckpoint; 'resume: exact' refuses the other one."
+        )
+
+    def _take_up_handover(self, agreement: Agreement) -> None:
+        """Go on from where a trainer's copies of this module have ended."""
+        handed = self._handover.find() or self._state.handed
+        having = agreement.ranks_with(handed is not None)
+        if not having:
+            return
+        data_rank = self.data_rank
+        try:
+            if handed is None or having < data_rank.world_size:
+                raise ValueError("not all machines have the state of the fit before, which trained in other processes")
+            settings = self._saved_settings(self._worker_config(self.num_workers))
+            self._state.load(handed, settings, data_rank.rank, accumulated=1, keep=self._is_writer())
+        except ValueError as error:
+            self._state.forget()
+            rank_zero_warn(f"the data start from the beginning: {error}")
+
     def _check_unchanged(self, settings: dict[str, Any]) -> None:
         """Begin from the beginning where the settings were changed since the data began, as a Tuner does."""
+        before = self._state.settings
         try:
-            check_settings_fit(self._state.settings, settings)
+            for name in ("ranks", "num_workers"):
+                if before[name] != settings[name]:
+                    raise ValueError(f"{name} was {before[name]} and is {settings[name]}")
+            check_settings_fit(before, settings)
         except ValueError as error:
             rank_zero_warn(f"the data start from the beginning, for their settings have changed: {error}")
             self._state.forget()
@@ -507,6 +545,7 @@ class LengthPoolDataModule(LightningDataModule):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy (`copy.deepcopy`, `pickle`) stands where this one stands in the data, without trainer and loaders."""
+        self._state.handed = self._handover.find() or self._state.handed
         return vars(self) | {"trainer": None, "_eval_loader": None}
 
     # ---- what the two kinds of loaders are made of

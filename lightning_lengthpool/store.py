@@ -61,10 +61,17 @@ class Offers:
         self._asked = 0
         self._missing: list[int] = []
         self.close: Callable[[], None] = lambda: None
+        self._thread: _Answers | None = None
         if dist.get_rank() != 0:
-            thread = _Answers(self._store, self._prefix, dist.get_rank(), weakref.WeakMethod(offer))
+            self._thread = thread = _Answers(self._store, self._prefix, dist.get_rank(), weakref.WeakMethod(offer))
             thread.start()
             self.close = weakref.finalize(self, thread.stop, self._store)  # at the latest when the process ends
+
+    def await_last(self, seconds: float) -> None:
+        """Wait until rank zero has asked its last question; to be called on the other ranks."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+        self.close()
 
     def collect(self, question: str, seconds: float) -> list[Any]:
         """Ask all other ranks; to be called on rank zero alone.
@@ -120,6 +127,8 @@ class _Answers(threading.Thread):
             self._number += 1
 
     def stop(self, store: Any) -> None:
+        if not self.is_alive():
+            return
         with contextlib.suppress(RuntimeError):
             store.set(_key(self._prefix, self._number, "ask", self._rank), _STOP)
             self.join(timeout=1)
