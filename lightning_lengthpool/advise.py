@@ -8,19 +8,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from tqdm import tqdm
 
 from lightning_lengthpool.advice_report import print_advice
 from lightning_lengthpool.advisor import Advice, Plan, advise
 from lightning_lengthpool.datamodule import LengthPoolDataModule
+from lightning_lengthpool.lengths_file import read_lengths
 from lightning_lengthpool.plans import limit, machine_bytes, make_data, plan_of, workers_by_rank
 from lightning_lengthpool.pool import check_integer, check_positive
-from lightning_lengthpool.reference import read_lengths
 from lightning_lengthpool.report import write_json
 from lightning_lengthpool.runs import Run, load_run
 from lightning_lengthpool.survey import Survey, survey, survey_of_lengths
 
 LENGTHS = "lengths.csv"  # in the folder of the results
+MOST = 200_000  # lengths of a file that are used: more take minutes and gigabytes, and hardly tell more
 
 
 class _Subject(NamedTuple):
@@ -83,7 +85,8 @@ def advise_lengths(
     """Advise on a file of lengths alone, and print and write the advice.
 
     Args:
-        lengths: A CSV file with a column `tokens`, and maybe `class` and `rank`.
+        lengths: A CSV file with a column `tokens`, and maybe `class` and `rank`. Of more than 200,000 lengths as many are
+            drawn at random, the same ones each time, and the advice says so.
         world_size: As for `advise_config`; None only with a column `rank`, for as many as it names.
         batch_size: Samples of a batch; with `max_tokens` at most, or None.
         pool_size: Samples of a worker's pool; None if there is none yet.
@@ -110,16 +113,17 @@ def advise_lengths(
         )
     measured = None if run is None else load_run(run)
     rows = read_lengths(lengths, "--lengths", has_ranks=True)
-    ranks = [row.rank for row in rows if row.rank is not None]
-    if not worlds and not ranks:
+    if not worlds and rows.ranks is None:
         raise ValueError(f"--lengths needs --world_size, for {lengths!r} has no column 'rank'")
+    used = rows.sample(MOST)
     found = survey_of_lengths(
-        [row.tokens for row in rows],
-        ranks=worlds[0] if worlds else len(set(ranks)),
-        classes=None if rows[0].kind is None else [str(row.kind) for row in rows],
-        rank_of=ranks or None,
+        used.tokens,
+        ranks=worlds[0] if worlds else len(np.unique(rows.ranks)),
+        classes=used.labels(),
+        rank_of=used.ranks,
+        drawn_from=len(rows) if len(used) < len(rows) else None,
     )
-    over = 0 if max_tokens is None else sum(row.tokens > max_tokens for row in rows)
+    over = 0 if max_tokens is None else int((rows.tokens > max_tokens).sum())
     plan = Plan(
         policy="none" if not pool_size else "pool" if max_tokens is None else "stream",
         pool_size=pool_size or 0,
@@ -135,6 +139,8 @@ def advise_lengths(
     notes = (
         [f"{over} samples alone cost more than --max_tokens {max_tokens:g}: each is a batch of its own"] if over else []
     )
+    if len(used) < len(rows):
+        notes.append(f"the longest of all {len(rows):,} lengths has {float(rows.tokens.max()):,.15g} tokens")
     _make_folder(out)
     _write_lengths(found, out, source=lengths)
     return _advise(_Subject(found, plan, notes), worlds, measured, out)
