@@ -15,13 +15,14 @@ from lightning_lengthpool.advice_report import print_advice
 from lightning_lengthpool.advisor import Advice, Plan, advise
 from lightning_lengthpool.datamodule import LengthPoolDataModule
 from lightning_lengthpool.lengths_file import read_lengths
+from lightning_lengthpool.out_folder import make_out
 from lightning_lengthpool.plans import limit, machine_bytes, make_data, plan_of, workers_by_rank
 from lightning_lengthpool.pool import check_integer, check_positive
 from lightning_lengthpool.report import write_json
 from lightning_lengthpool.runs import Run, load_run
 from lightning_lengthpool.survey import Survey, survey, survey_of_lengths
 
-LENGTHS = "lengths.csv"  # in the folder of the results
+ADVICE, FIGURE, LENGTHS = "advice.json", "advice.png", "lengths.csv"  # in the folder of the results
 MOST = 200_000  # lengths of a file that are used: more take minutes and gigabytes, and hardly tell more
 
 
@@ -65,7 +66,7 @@ def advise_config(
     measured = None if run is None else load_run(run)
     module = make_data(config)
     plan, notes = plan_of(module, config, worlds, max_length, measured)
-    _make_folder(out)
+    _make_folder(out, module.reference_lengths)
     plan = replace(plan, lengths_file=str(Path(out) / LENGTHS))
     found = _read(module, plan.world_size, samples, out)
     return _advise(_Subject(found, plan, notes), worlds, measured, out)
@@ -85,8 +86,8 @@ def advise_lengths(
     """Advise on a file of lengths alone, and print and write the advice.
 
     Args:
-        lengths: A CSV file with a column `tokens`, and maybe `class` and `rank`. Of more than 200,000 lengths as many are
-            drawn at random, the same ones each time, and the advice says so.
+        lengths: A CSV file with a column `tokens`, and maybe `class` and `rank`. Of more than 200,000 lengths as many
+            are drawn at random, the same ones each time, and the advice says so.
         world_size: As for `advise_config`; None only with a column `rank`, for as many as it names.
         batch_size: Samples of a batch; with `max_tokens` at most, or None.
         pool_size: Samples of a worker's pool; None if there is none yet.
@@ -141,7 +142,7 @@ def advise_lengths(
     )
     if len(used) < len(rows):
         notes.append(f"the longest of all {len(rows):,} lengths has {float(rows.tokens.max()):,.15g} tokens")
-    _make_folder(out)
+    _make_folder(out, lengths)
     _write_lengths(found, out, source=lengths)
     return _advise(_Subject(found, plan, notes), worlds, measured, out)
 
@@ -166,12 +167,15 @@ def _worlds(text: str | None) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _make_folder(out: str) -> None:
+def _make_folder(out: str, source: str | Path | None) -> None:
     """Before the data are read: a folder that cannot be written to shows at once."""
-    try:
-        Path(out).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out is {out!r}, expected a folder that can be written to: {error}") from error
+    make_out(out, [ADVICE, FIGURE, *([] if _is_in_use(out, source) else [LENGTHS])])
+
+
+def _is_in_use(out: str, source: str | Path | None) -> bool:
+    """Whether the lengths in the folder are those that the advice, or training, takes: they are not written over."""
+    path = Path(out) / LENGTHS
+    return source is not None and path.exists() and Path(source).exists() and path.samefile(source)
 
 
 def _refuse_launchers() -> None:
@@ -198,8 +202,8 @@ def _advise(subject: _Subject, worlds: Sequence[int], run: Run | None, out: str)
     from lightning_lengthpool import figures  # Matplotlib takes its time to load
 
     folder = Path(out)
-    write_json(advice.as_json(), folder / "advice.json")
-    (folder / "advice.png").write_bytes(figures.png(figures.advice_figure(advice)))
+    write_json(advice.as_json(), folder / ADVICE)
+    (folder / FIGURE).write_bytes(figures.png(figures.advice_figure(advice)))
     print(f"Lengths: {subject.plan.lengths_file}. Written: {folder / 'advice.json'} and {folder / 'advice.png'}")
     return advice
 
@@ -220,7 +224,7 @@ def _shown_on(bar: Any) -> Callable[[int, int], None]:
 def _write_lengths(found: Survey, out: str, source: str | Path | None = None) -> None:
     """Write the lengths, as `reference_lengths` reads them; never over the file that they come from, or one in use."""
     path = Path(out) / LENGTHS
-    if source is not None and path.exists() and path.samefile(source):
+    if _is_in_use(out, source):
         print(f"Kept as it is, for it is in use: {path}")
         return
     kinds = found.classes

@@ -22,8 +22,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_lengthpool import LengthPoolDataModule, advise
 from lightning_lengthpool.advise import advise_config
 from lightning_lengthpool.cli import main, parse_config
-from lightning_lengthpool.plans import machine_bytes, make_data, workers_by_rank
 from lightning_lengthpool.lengths_file import read_lengths
+from lightning_lengthpool.plans import machine_bytes, make_data, workers_by_rank
 from lightning_lengthpool.reference import read_reference_lengths
 from lightning_lengthpool.world import world_of
 
