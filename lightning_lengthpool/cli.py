@@ -142,7 +142,7 @@ def _advise_parser() -> argparse.ArgumentParser:
         "--lengths",
         metavar="FILE",
         help="in place of a config: a CSV file with a column 'tokens', and if there are any, 'class' and 'rank' (as in "
-        "the lengths.csv of SyncMonitor); of more than 200,000 lengths as many are drawn at random, and the advice says so",
+        "the lengths.csv of SyncMonitor); of more than 200,000 lengths as many are drawn at random, which is said",
     )
     parser.add_argument(
         "--world_size",
