@@ -16,6 +16,7 @@ from lightning_lengthpool.advisor import Advice, Plan, advise
 from lightning_lengthpool.datamodule import LengthPoolDataModule
 from lightning_lengthpool.lengths_file import read_lengths
 from lightning_lengthpool.out_folder import make_out
+from lightning_lengthpool.paths import file_path
 from lightning_lengthpool.plans import limit, machine_bytes, make_data, plan_of, workers_by_rank
 from lightning_lengthpool.pool import check_integer, check_positive
 from lightning_lengthpool.report import write_json
@@ -113,6 +114,7 @@ def advise_lengths(
             f"--pool_size is {pool_size}, less than --batch_size {batch_size}: expected 10 to 100 times it"
         )
     measured = None if run is None else load_run(run)
+    lengths = str(file_path(lengths, "--lengths"))
     rows = read_lengths(lengths, "--lengths", has_ranks=True)
     if not worlds and rows.ranks is None:
         raise ValueError(f"--lengths needs --world_size, for {lengths!r} has no column 'rank'")

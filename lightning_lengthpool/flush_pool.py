@@ -14,6 +14,7 @@ from typing import Any
 from megatron.energon import SavableDataset
 from megatron.energon.wrappers.buffer import SavableSampleBuffer
 
+from lightning_lengthpool.arrivals import Arrivals, Replay
 from lightning_lengthpool.order import Policy, full_size, get_policy
 from lightning_lengthpool.pool import Entry, PoolSettings, Size, Slot, rewind
 from lightning_lengthpool.state import from_plain, to_plain
@@ -40,10 +41,13 @@ class FlushPool:
         assert policy is not None  # 'stream' has a pool of its own
         self._policy: Policy = policy
         self.warning: str | None = None
+        self.arrivals = Arrivals()
         self.reset()
 
     def reset(self) -> None:
         config = self.dataset.worker_config
+        self.arrivals.reset()
+        self.differences: list[str] = []
         # The pool that is handed out lies in reverse order, so that the next sample is popped from the end.
         self._ready = SavableSampleBuffer(self.dataset, worker_config=config)
         self._ready_sizes: list[Size] = []
@@ -56,7 +60,7 @@ class FlushPool:
         self._turns = 0  # pools ordered since the snapshot
         self._arrived = 0  # samples that have come in since the snapshot
         self._taken: list[int] = []  # which of these have left out of their turn
-        self._pending = False  # a place is to be restored
+        self._pending: list[Any] | None = None  # what had come in by the place that is to be restored
 
     def size(self, pool: int) -> int:
         """Samples of one full pool, by its number; without a pool each sample is a pool of its own."""
@@ -144,6 +148,7 @@ class FlushPool:
 
     def _let_in(self, sample: Any) -> None:
         size = self.settings.measure(sample)  # first: the two must not fall out of step if it raises
+        self.arrivals.add(sample, size.cost)
         self._incoming.append(sample)
         self._incoming_sizes.append(size)
 
@@ -158,7 +163,12 @@ class FlushPool:
         if self.snapshot is None or self._arrived >= SNAPSHOT_SAMPLES:
             pools = self._pools()
             self._turns, self._arrived, self._taken = 0, 0, []
-            self.snapshot = {"pools": pools, "keys": self._ready.restore_key()[::-1]}
+            self.snapshot = {
+                "pools": pools,
+                "keys": self._ready.restore_key()[::-1],
+                "costs": [float(size.cost) for size in reversed(self._ready_sizes)],
+                "arrivals": self.arrivals.state(),
+            }
             try:
                 self.snapshot = to_plain(self.snapshot | {"data": self.dataset.save_state()})
             except TypeError as error:
@@ -188,7 +198,8 @@ class FlushPool:
     # ---- saving and restoring
 
     def place(self) -> dict[str, Any]:
-        return {name.lstrip("_"): to_plain(getattr(self, name)) for name in self._saved}
+        own = {name.lstrip("_"): to_plain(getattr(self, name)) for name in self._saved}
+        return own | {"arrivals": self.arrivals.state()}
 
     def restore(self, snapshot: dict[str, Any] | None, place: dict[str, Any]) -> None:
         self.reset()
@@ -199,29 +210,39 @@ class FlushPool:
         for name in self._saved:
             setattr(self, name, to_plain(place[name.lstrip("_")]))
         self.dataset.restore_state(from_plain(snapshot["data"]))
-        self._pending = True
+        self.arrivals.restore(snapshot["arrivals"])
+        self._pending = place["arrivals"]
 
     def start(self, *, lose_pool: bool = False) -> Iterator[Any]:
-        if not self._pending:
+        if self._pending is None:
             return iter(self.dataset)
-        self._pending = False
+        saved, self._pending = self._pending, None
+        replay = Replay(self.dataset, self.settings)
         keys = from_plain(self.snapshot["keys"])
         if self._turns == 0 and not lose_pool:
             self._places = len(keys)
-            self._ready.restore_state({"__class__": "SavableSampleBuffer", "_restore_keys": self._keys_left(keys)})
-            self._ready.worker_start()
-            self._ready_sizes = [self.settings.measure(sample) for sample in self._ready.buffer]
+            for place in self._left():
+                cost = self.snapshot["costs"][place]
+                if (again := replay.sample(keys[place], cost)) is None:
+                    self._holes[place] = cost
+                    continue
+                sample, size = again
+                self._ready.extend([sample], [keys[place]])
+                self._ready_sizes.append(size)
         upstream = iter(self.dataset)
         # Of what has come in since, earlier pools are gone, the next ones are the pool that is handed out, and the rest
         # is the one that fills.
         taken, waiting = set(self._taken), 0
         gone = self._samples(self._pools_since()[:-1])
-        for number in range(self._arrived):
-            sample = next(upstream)
-            if number not in taken:
-                if waiting >= gone:
-                    self._let_in(sample)
-                waiting += 1
+        for number, sample in zip(range(self._arrived), upstream, strict=False):
+            if number not in taken and waiting >= gone:
+                self._let_in(sample)
+            else:
+                self.arrivals.add(sample, self.settings.measure(sample).cost)
+            waiting += number not in taken
+        if not lose_pool:
+            replay.compare(self.arrivals, saved)
+        self.differences = replay.differences
         if self._turns:
             size = self.size(self._pools() - 1)
             samples, keys = self._incoming.flush()
@@ -235,9 +256,6 @@ class FlushPool:
         if lose_pool:
             self._places, self._holes = self._cursor, {}
         return upstream
-
-    def _keys_left(self, keys: list[Any]) -> list[Any]:
-        return [keys[place] for place in self._left()]
 
     def _keep(self, places: list[int]) -> None:
         """Keep these places of a pool that was just ordered: the others had been handed out before."""

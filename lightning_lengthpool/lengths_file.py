@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_lengthpool.paths import file_path
+
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
@@ -71,8 +73,7 @@ def read_lengths(path: str | Path, setting: str, *, has_ranks: bool = False) -> 
         FileNotFoundError: If it is not there.
         ValueError: If it has no column `tokens` or no rows, or a row is wrong; the message names the line.
     """
-    if not isinstance(path, (str, Path)):
-        raise ValueError(f"{setting} is {path!r}, expected the path of a CSV file")
+    path = file_path(path, setting)
     if not Path(path).is_file():
         raise FileNotFoundError(f"{setting} is {str(path)!r}, but no file is there")
     with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:  # spreadsheets put a mark before it

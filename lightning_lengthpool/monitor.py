@@ -22,13 +22,13 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lengthpool.checkpoint import gather
 from lightning_lengthpool.compute_hooks import ComputeHooks
 from lightning_lengthpool.fetch_timer import FetchTimer
 from lightning_lengthpool.journal import Journal
 from lightning_lengthpool.recorder import CudaStepRecorder, StepRecorder
 from lightning_lengthpool.records import COLUMNS
 from lightning_lengthpool.reservoir import Reservoir
+from lightning_lengthpool.store import gather
 
 SAMPLED_LENGTHS = 1000  # of each rank: enough for the advice at the end
 

@@ -4,7 +4,7 @@ import math
 import numbers
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from megatron.energon import SavableDataset
 from megatron.energon.wrappers.base import BaseWrapperDataset
@@ -13,6 +13,9 @@ from lightning_lengthpool.cost_models import CostModel, sample_cost
 from lightning_lengthpool.length import LengthFn, sample_length
 from lightning_lengthpool.order import get_policy
 from lightning_lengthpool.stream import Reference
+
+if TYPE_CHECKING:
+    from lightning_lengthpool.arrivals import Arrivals
 
 OVER_BUDGET = ("error", "alone", "drop")
 ClassFn = Callable[[Any], str]
@@ -54,10 +57,14 @@ class Pool(Protocol):
     Attributes:
         snapshot: The last one, plain, None before the first; never changed in place.
         warning: Something that the user should know; whoever passes it on sets it to None.
+        arrivals: What has come in.
+        differences: What `start` has found to be otherwise than it was saved, a sentence each.
     """
 
     snapshot: dict[str, Any] | None
     warning: str | None
+    arrivals: "Arrivals"
+    differences: list[str]
 
     def reset(self) -> None:
         """Forget everything; the dataset is left as it is."""
