@@ -1,6 +1,7 @@
 """The command line: Lightning's own (`fit`, `validate`, `test`, `predict`), `advise`, `compare` and `report`."""
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -141,7 +142,7 @@ def _advise_parser() -> argparse.ArgumentParser:
         "--lengths",
         metavar="FILE",
         help="in place of a config: a CSV file with a column 'tokens', and if there are any, 'class' and 'rank' (as in "
-        "the lengths.csv of SyncMonitor)",
+        "the lengths.csv of SyncMonitor); of more than 200,000 lengths as many are drawn at random, which is said",
     )
     parser.add_argument(
         "--world_size",
@@ -211,6 +212,8 @@ def main(args: Sequence[str] | None = None) -> None:
     """Entry point of `train.py` and of the console script."""
     if os.getcwd() not in sys.path:  # the console script should find the user's own modules, as 'python train.py' does
         sys.path.insert(0, os.getcwd())
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a path may hold bytes that are no text
+        sys.stdout.reconfigure(errors="backslashreplace")
     given = sys.argv[1:] if args is None else list(args)
     if given[:1] not in (["advise"], ["compare"], ["report"]):
         LengthPoolCLI(args)

@@ -15,6 +15,7 @@ from typing import IO, Any
 import yaml
 
 from lightning_lengthpool import figures
+from lightning_lengthpool.out_folder import make_out
 from lightning_lengthpool.report import compare_runs, compare_table, print_table, write_json
 
 _SHOWN_OF_A_FAILURE = 3000  # characters of a failed run's output
@@ -60,6 +61,9 @@ def compare(
         _check_policy(config, policy)
     pool_steps, wanted = steps_per_pool(config, policies), steps or config["trainer"].get("max_steps") or -1
     total = pool_steps * max(2, math.ceil(wanted / pool_steps))
+    make_out(out, ("compare.json", "compare.png"))
+    for name in (f"{policy}-{repeat}" for policy in policies for repeat in range(repeats)):
+        make_out(Path(out) / name, ("compare.yaml", "output.txt", "metrics.csv", "sync/steps.csv"))
     if total != wanted:
         asked = f"{wanted} were asked for, but" if wanted > 0 else "for"
         print(

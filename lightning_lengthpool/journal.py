@@ -112,8 +112,8 @@ class Journal:
         self._last_step = rows[0, -1, 0]
         # two ranks with one data rank (tensor parallelism) train on the same batches: the first stands for both
         _, firsts = np.unique(rows[:, 0, COLUMNS.index("rank")], return_index=True)
-        flat = rows[firsts].transpose(1, 0, 2).reshape(-1, rows.shape[2])
-        steps = dict(zip(COLUMNS, flat.T, strict=True))
+        columns = rows[firsts].transpose(2, 1, 0).reshape(rows.shape[2], -1)
+        steps = dict(zip(COLUMNS, columns, strict=True))
         self.totals.add(steps)
         windows = self.causes.add(steps)
         if self._file is not None:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,8 @@ def find_steps(path: str | Path) -> Path:
         return path
     if not path.is_dir():
         raise ValueError(f"there is no file or folder {path}")
+    if not os.access(path, os.R_OK | os.X_OK):  # rglob would find nothing and say nothing
+        raise ValueError(f"the folder {path} cannot be read: permission denied")
     found = sorted(path.rglob("steps.csv"))
     if not found:
         raise ValueError(f"there is no steps.csv in {path} or any folder below it; SyncMonitor writes one during fit")
@@ -107,7 +110,7 @@ def load_run(path: str | Path) -> Run:
 def _name(file: Path) -> str:
     folder = file.resolve().parent
     folder = folder.parent if folder.name == "sync" else folder
-    name = "/".join(folder.parts[-2:])
+    name = "/".join(folder.parts[-2:]).encode("utf-8", "backslashreplace").decode()  # any byte may stand in a path
     return name if len(name) <= _NAME else "…" + name[-_NAME + 1 :]
 
 

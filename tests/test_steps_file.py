@@ -280,3 +280,20 @@ def test_a_file_of_another_number_of_ranks_is_moved_aside(steps_csv):
     file.start(7, ranks=3)
     assert steps_csv.with_name("steps.before-7.csv").read_bytes() == before
     assert read_steps(steps_csv)["step"].tolist() == []
+
+
+def test_counts_are_written_as_all_numbers_are(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = {name: rng.integers(0, 10**6, 40).astype(float) for name in COLUMNS}
+    rows |= {"step": np.repeat(np.arange(20.0), 2), "rank": np.tile([0.0, 1.0], 20), "misses": np.zeros(40)}
+    rows |= {name: rng.lognormal(-3, 2, 40) for name in COLUMNS if name.endswith("seconds")}
+    rows["compute_seconds"][3:9] = np.nan
+    rows["longest"][0], rows["padded_tokens"][1], rows["tokens"][2] = -0.0, 1e15, 0.1 + 0.2
+    rows["samples"][5] = 123456789012345.0
+    file = StepsFile(tmp_path / "steps.csv")
+    file.start(0)
+    file.append(rows)
+    written = [line.split(",") for line in (tmp_path / "steps.csv").read_text().splitlines()[1:]]
+    for name, cells in zip(COLUMNS, zip(*written, strict=True), strict=True):
+        form = "%.6f" if name.endswith("seconds") else "%.15g"
+        assert list(cells) == ["" if np.isnan(value) else form % value for value in rows[name]]
