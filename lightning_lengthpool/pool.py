@@ -119,7 +119,8 @@ class PoolSettings:
         pool_size: Samples that one worker of one rank holds to choose from; 0 switches the pool off.
         policy: How samples leave the pool, a name from `order.POLICIES`.
         seed: Seed of the random sequence that all ranks share.
-        length_fn: Takes an encoded sample and gives its length; None takes `total_len`, else `len(tokens)`.
+        length_fn: Takes an encoded sample and gives its length; None takes `total_len`, else `len(tokens)`,
+            else `len(input_ids)`.
         cost: What samples cost, by which they are sorted; None takes the length, and a batch then costs its padded
             tokens.
         warmup: How the first pools grow; None for pools of one size. Only for policies that hand out whole pools.
