@@ -124,8 +124,8 @@ class PoolSettings:
         cost: What samples cost, by which they are sorted; None takes the length, and a batch then costs its padded
             tokens.
         warmup: How the first pools grow; None for pools of one size. Only for policies that hand out whole pools.
-        max_tokens: What a batch's samples may cost together, None for `batch_size` samples a batch. Like all that
-            follows only for policy 'stream'.
+        max_tokens: What a batch's samples may cost together, None for `batch_size` samples a batch. A sample that costs
+            nothing counts one token. Like all that follows only for policy 'stream'.
         over_budget: What happens to a sample that alone costs more: 'error', 'alone' (a batch of its own) or 'drop'.
         reference: Costs that all ranks aim at; None for none.
         class_fn: Takes an encoded sample and names its class; a batch then holds one class. None for no classes.

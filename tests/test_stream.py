@@ -267,6 +267,22 @@ def test_samples_that_cost_nothing_leave_too() -> None:
     assert sum(len(block.numbers) for block in found) == 9
 
 
+@pytest.mark.parametrize("reference", [None, Reference({None: [0.0, 0.0, 5.0]})], ids=["alone", "reference"])
+@pytest.mark.parametrize("is_padded", [True, False])
+def test_a_batch_of_a_budget_has_no_more_samples_than_the_budget_has_tokens(
+    reference: Reference | None, is_padded: bool
+) -> None:
+    lengths = [0.0] * 900 + [5.0] * 100
+    np.random.default_rng(4).shuffle(lengths)
+    found = [
+        len(block.numbers)
+        for block, _ in blocks(
+            lengths, 300, batch_size=None, budget=16.0, reference=reference, is_padded=is_padded
+        )
+    ]
+    assert max(found) == 16 and sum(found) == 1000
+
+
 def test_the_distance_from_a_reference() -> None:
     reference = Reference({None: range(100)})
     assert reference.distance(None, range(100)) == 0
