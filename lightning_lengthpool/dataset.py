@@ -35,7 +35,7 @@ class PooledBatch:
         lengths: Tokens of each of its samples.
         place: The stream's place after this batch, counted from a snapshot.
         snapshot: That snapshot, if this is the first batch since it was taken; else it is that of the batch before.
-        missed: Whether the batch is not of the class that its slot was meant for.
+        missed: Whether the batch is of another class than its slot is meant for on all ranks.
         warning: Something that the user should know, said in the main process.
     """
 
@@ -134,11 +134,12 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
         if (slot := self.pool.take_slot(upstream)) is None:
             return None
         self._slots += 1
-        entries = slot.entries
-        while (batch := self._form_batch(entries)) is None:
-            if not (entries := self.pool.take_nearest(upstream, slot)):
+        taken = slot
+        while (batch := self._form_batch(taken.entries)) is None:
+            taken = self.pool.take_nearest(upstream, slot)
+            if not taken.entries:
                 return None
-        batch.missed = slot.missed
+        batch.missed = taken.missed
         return batch
 
     def _place(self) -> dict[str, Any]:

@@ -105,9 +105,9 @@ class FlushPool:
         self._fill(upstream, -(-self._cursor * following // own) + (-place * following // own))
         return entry, cost
 
-    def take_nearest(self, upstream: Iterator[Any], slot: Slot) -> list[Entry]:
+    def take_nearest(self, upstream: Iterator[Any], slot: Slot) -> Slot:
         entries = (self._take_out_of_turn(upstream, cost) for cost in slot.costs)
-        return [entry for entry in entries if entry is not None]
+        return slot._replace(entries=[entry for entry in entries if entry is not None])
 
     def _take_out_of_turn(self, upstream: Iterator[Any], cost: float) -> Entry | None:
         """Take the sample nearest to `cost`, from both pools; None if there are no more samples."""

@@ -10,7 +10,7 @@ from megatron.energon import SavableDataset
 from megatron.energon.wrappers.base import BaseWrapperDataset
 
 from lightning_lengthpool.cost_models import CostModel, sample_cost
-from lightning_lengthpool.length import LengthFn, sample_length
+from lightning_lengthpool.length import LengthFn, get_field, sample_length
 from lightning_lengthpool.order import get_policy
 from lightning_lengthpool.stream import Reference
 
@@ -19,10 +19,11 @@ ClassFn = Callable[[Any], str]
 
 
 class Size(NamedTuple):
-    """A sample's length in tokens, and its cost."""
+    """A sample's length in tokens, its cost, and its class (None without classes)."""
 
     length: float
     cost: float
+    kind: Hashable = None
 
 
 class Entry(NamedTuple):
@@ -39,13 +40,18 @@ class Slot(NamedTuple):
         entries: The samples that are there.
         costs: The costs that belong there: also of samples that have left out of their turn.
         kind: The samples' class, None without classes.
-        missed: Whether that is not the class that the slot was meant for.
+        meant: The class that the slot is meant for on all ranks, see `stream.Block`.
     """
 
     entries: list[Entry]
     costs: list[float]
     kind: Hashable = None
-    missed: bool = False
+    meant: Hashable = None
+
+    @property
+    def missed(self) -> bool:
+        """Whether the samples are of another class than the slot is meant for."""
+        return self.kind != self.meant
 
 
 class Pool(Protocol):
@@ -75,8 +81,8 @@ class Pool(Protocol):
     def take_slot(self, upstream: Iterator[Any]) -> Slot | None:
         """Hand out the next slot; None at the end of a finite stream."""
 
-    def take_nearest(self, upstream: Iterator[Any], slot: Slot) -> list[Entry]:
-        """Take other samples for a slot, as near as there are to its costs; none only if there are no more."""
+    def take_nearest(self, upstream: Iterator[Any], slot: Slot) -> Slot:
+        """Return the slot with other samples, as near as there are to its costs; none only if there are no more."""
 
     def place(self) -> dict[str, Any]:
         """What has changed since the snapshot, plain."""
@@ -211,16 +217,28 @@ class PoolSettings:
                     "comes from one pool. 10 to 100 times batch_size is a good start."
                 )
 
-    def measure(self, sample: Any) -> Size:
-        """A sample's length and cost.
+    def length_of(self, sample: Any) -> float:
+        """A sample's length in tokens, see `length.sample_length`."""
+        return sample_length(sample, self.length_fn)
+
+    def cost_of(self, sample: Any, length: float) -> float:
+        """What a sample of a known length costs, see `cost_models.sample_cost`."""
+        return length if self.cost is None else sample_cost(sample, length, self.cost)
+
+    def class_of(self, sample: Any) -> str:
+        """The class that `class_fn`, which must be set, names.
 
         Raises:
-            ValueError: If one of them is not a finite number of at least 0; the message names the sample's key.
+            ValueError: If it names none; the message names the sample's key.
         """
-        length = sample_length(sample, self.length_fn)
-        if self.cost is None:
-            return Size(length, length)
-        return Size(length, sample_cost(sample, length, self.cost))
+        assert self.class_fn is not None
+        kind = self.class_fn(sample)
+        if not isinstance(kind, str):
+            raise ValueError(
+                f"sample {get_field(sample, '__key__')!r} is of class {kind!r}, expected a name. Let class_fn name one "
+                "for each sample."
+            )
+        return kind
 
     def __str__(self) -> str:
         set_to = {name: value for name, value in vars(self).items() if value is not None and name != "reference"}
