@@ -9,7 +9,7 @@ from megatron.energon import WorkerConfig
 from lightning_lengthpool.pool import PoolSettings, check_integer
 from lightning_lengthpool.probe import PROBE_TOLERANCE, probe
 from lightning_lengthpool.splits import require_samples
-from lightning_lengthpool.task_encoder import methods_not_stateless, warn_not_stateless
+from lightning_lengthpool.task_encoder import methods_not_stateless, packs_several, warn_not_stateless
 
 if TYPE_CHECKING:
     from lightning_lengthpool.datamodule import LengthPoolDataModule
@@ -102,6 +102,11 @@ def try_encoder(module: "LengthPoolDataModule", settings: PoolSettings) -> list[
         raise ValueError(
             "resume is 'exact', but the encoder cannot restore its samples. Mark as @stateless: "
             f"{', '.join(methods_not_stateless(encoder))}. Or set resume to 'approximate'."
+        )
+    if module.resume == "exact" and packing is not None and (name := packs_several(encoder)) is not None:
+        raise ValueError(
+            f"resume is 'exact', but {name} is a generator, and energon does not save which of its packs were made. "
+            "Let it return one pack. Or set resume to 'auto': a resumed run may then miss some packs."
         )
     snapshot = probe(dataset, pool, f"{type(encoder).__qualname__} made no batch of the train split of {module.path}")
     return None if settings.max_tokens is None else snapshot["costs"]

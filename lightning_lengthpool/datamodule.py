@@ -18,7 +18,7 @@ from lightning_lengthpool.cost_models import CostModel
 from lightning_lengthpool.dataset import LengthPoolDataset
 from lightning_lengthpool.evaluation import check_evaluation, evaluation_loader
 from lightning_lengthpool.loader import EvalLoader, TrainLoader, count_dropped
-from lightning_lengthpool.pool import PoolSettings, PoolWarmup, require_stream
+from lightning_lengthpool.pool import PoolSettings, PoolWarmup, check_integer, require_stream
 from lightning_lengthpool.reference import ReferenceLengths, batches_of, read_reference_lengths, with_reference
 from lightning_lengthpool.splits import describe_split, split_size
 from lightning_lengthpool.task_encoder import check_encoder, length_pool, methods_not_stateless, require_length_pool
@@ -76,7 +76,10 @@ class LengthPoolDataModule(LightningDataModule):
         val_batch_size: Samples of a validation or test batch; by default batch_size, or 1 where that is None without
             packing.
         failure_tolerance: Samples (or batches) that may fail in a row before training ends with the error; 0 for no
-            limit. By default what the encoder says (energon: 100).
+            limit. By default what the encoder says (energon: 100; what `@stateless(restore_seeds=True,
+            failure_tolerance=...)` says it forgets).
+        skip_tolerance: Samples in a row that the encoder may skip before training ends with an error, on all ranks:
+            they wait for the one that has nothing to train on. 0 for no limit.
         resume: How a run goes on from a checkpoint. 'exact': with the very batches of the uninterrupted run; refused if
             the encoder cannot restore its samples. 'approximate': what was left of each pool is lost. 'auto': exact
             where the encoder allows it, else approximate. 'fresh': the data start afresh.
@@ -112,6 +115,7 @@ class LengthPoolDataModule(LightningDataModule):
         val_path: str | Path | None = None,
         val_batch_size: int | None = None,
         failure_tolerance: int | None = None,
+        skip_tolerance: int = 10_000,
         resume: Literal["auto", "exact", "approximate", "fresh"] = "auto",
     ) -> None:
         super().__init__()
@@ -153,6 +157,7 @@ class LengthPoolDataModule(LightningDataModule):
             failure_tolerance=failure_tolerance,
             resume=resume,
         )
+        self.skip_tolerance = check_integer("skip_tolerance", skip_tolerance, minimum=0, hint="0 for no limit")
         self.path, self.val_path = path, path if val_path is None else val_path
         self.task_encoder = task_encoder
         check_encoder(task_encoder)
@@ -223,6 +228,7 @@ class LengthPoolDataModule(LightningDataModule):
         dataset, pool = self._train_dataset(worker_config, self._pool_settings(), self.failure_tolerance)
         if self._state is not None and (self.resume == "approximate" or not pool.dataset.can_restore_sample()):
             self._approximate(pool)
+        pool.is_exact = self.resume == "exact"
         # Without workers a collection every few batches would be the training process's; and in a worker it walks the
         # whole pool, so it comes about once per pool.
         pool_batches = self._held() // (self.batch_size or 1)
@@ -423,7 +429,7 @@ class LengthPoolDataModule(LightningDataModule):
             "packing_buffer_size": self.packing_buffer_size,
             **changes,
         }
-        with length_pool(self.task_encoder, settings, failure_tolerance):
+        with length_pool(self.task_encoder, settings, failure_tolerance, self.skip_tolerance):
             dataset = get_train_dataset(
                 self.path,
                 worker_config=worker_config,

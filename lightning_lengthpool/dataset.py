@@ -17,12 +17,15 @@ from megatron.energon import SavableDataset, WorkerConfig
 from megatron.energon.errors import ErrorContext
 from megatron.energon.state import FlexState
 from megatron.energon.task_encoder.base import get_failure_tolerance
+from megatron.energon.wrappers import PackingDataset, ShuffleBufferDataset
 from megatron.energon.wrappers.base import BaseWrapperDataset, SampleIndex
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from lightning_lengthpool.arrivals import starve
 from lightning_lengthpool.flush_pool import FlushPool
 from lightning_lengthpool.length import get_field
 from lightning_lengthpool.pool import Entry, Pool, PoolSettings
+from lightning_lengthpool.sources import parts_of, watch_sources
 from lightning_lengthpool.stream_pool import StreamPool
 
 
@@ -66,6 +69,8 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
         postencode: Applied to each sample after it has left the pool, if given; may yield several samples or none.
         failure_tolerance: Failures in a row after which a `FatalSampleError` ends the iteration, of a method that does
             not say so itself (`@stateless(failure_tolerance=...)`); 0 for no limit.
+        skip_tolerance: Samples that may be read in a row without one that comes into the pool, or leave it without a
+            batch, before a `StarvedError` ends the iteration; 0 for no limit.
         worker_config: The rank and its workers.
     """
 
@@ -81,6 +86,7 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
         encode_batch: Callable[[Any], Any] | None = None,
         postencode: Callable[[Any], Any] | None = None,
         failure_tolerance: int | None = 100,
+        skip_tolerance: int = 0,
         worker_config: WorkerConfig,
     ) -> None:
         super().__init__(dataset, worker_config=worker_config)
@@ -92,12 +98,18 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
         self.postencode = postencode
         is_stream = settings.policy == "stream" and settings.pool_size
         self.pool: Pool = (
-            StreamPool(dataset, settings, batch_size) if is_stream else FlushPool(dataset, settings, batch_size or 1)
+            StreamPool(dataset, settings, batch_size, failure_tolerance)
+            if is_stream
+            else FlushPool(dataset, settings, batch_size or 1, failure_tolerance)
         )
         #: Places from which this rank's workers go on, by logical worker; to be set before iteration starts.
         self.resume_from: dict[int, dict[str, Any]] = {}
         #: Whether what was left of the pool that was handed out cannot be re-read, and is lost.
         self.lose_pool = False
+        #: Whether to refuse to go on with other samples than the uninterrupted run's; else there is a warning.
+        self.is_exact = False
+        self.skip_tolerance = skip_tolerance
+        watch_sources(dataset, self.pool.arrivals)
         #: Whether to yield what travels beside the batches only, as a trial run does that wants no batch.
         self.drop_batches = False
         self._errors = {
@@ -119,23 +131,47 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
     def __iter__(self) -> Iterator[PooledBatch]:
         if (state := self.resume_from.pop(self.worker_config.rank_worker_id(), None)) is not None:
             self.restore_state(state)
+        if self.skip_tolerance:  # what energon's own buffers hold is read, and has not come in
+            self.pool.arrivals.limit = self.skip_tolerance + sum(map(_buffered, parts_of(self.dataset)))
         upstream, sent = self.pool.start(lose_pool=self.lose_pool), None
+        warning = self._check_replay()
         while (batch := self._next_batch(upstream)) is not None:
             batch.place = self._place()
             if sent is not self.pool.snapshot:
                 batch.snapshot = sent = self.pool.snapshot
-            batch.warning, self.pool.warning = self.pool.warning, None
+            if warning is None:
+                warning, self.pool.warning = self.pool.warning, None
+            batch.warning, warning = warning, None
             if self.drop_batches:
                 batch.batch = None
             yield batch
+
+    def _check_replay(self) -> str | None:
+        """Say what the pool had to restore, and found otherwise; an error if it must not be."""
+        if not (differences := self.pool.differences):
+            return None
+        config, more = self.worker_config, len(differences) - 1
+        what = f"rank {config.rank}, worker {config.rank_worker_id()}: {differences[0]}"
+        what += f" ({more} more differences)" if more else ""
+        why = "A read that failed once, an encoder that draws random numbers without restore_seeds, or changed data "
+        why += "can be the cause."
+        if self.is_exact:
+            raise ValueError(
+                f"the data cannot go on exactly (resume is 'exact'); {what}. {why} Bring back what was there; or set "
+                "resume to 'auto', and the run goes on with other samples."
+            )
+        return f"the data do not go on exactly; {what}. {why}"
 
     def _next_batch(self, upstream: Iterator[Any]) -> PooledBatch | None:
         """Hand out the next slot; None at the end of a finite stream."""
         if (slot := self.pool.take_slot(upstream)) is None:
             return None
         self._slots += 1
-        taken = slot
+        taken, tried = slot, 0
         while (batch := self._form_batch(taken.entries)) is None:
+            tried += len(taken.entries)
+            if self.skip_tolerance and tried > self.skip_tolerance:
+                starve(self.worker_config, f"{tried} samples in a row left the pool and none made a batch")
             taken = self.pool.take_nearest(upstream, slot)
             if not taken.entries:
                 return None
@@ -218,6 +254,12 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
 
     def __str__(self) -> str:
         return f"LengthPoolDataset({self.settings}, batch_size={self.batch_size}, dataset={self.dataset})"
+
+
+def _buffered(dataset: Any) -> int:
+    if isinstance(dataset, ShuffleBufferDataset):
+        return dataset.size
+    return dataset.buffer_size if isinstance(dataset, PackingDataset) else 0
 
 
 def _only(samples: list[Any]) -> Any:

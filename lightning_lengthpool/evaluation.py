@@ -7,6 +7,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from megatron.energon import get_loader, get_val_dataset
 
 from lightning_lengthpool.loader import EvalLoader
+from lightning_lengthpool.sources import watch_sources
 from lightning_lengthpool.splits import NoSplitError, require_samples, split_size
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def evaluation_loader(module: "LengthPoolDataModule", split: str) -> EvalLoader 
     encoder = module.task_encoder
 
     def dataset() -> Any:
-        return get_val_dataset(
+        data = get_val_dataset(
             module.val_path,
             split_part=split,
             worker_config=worker_config,
@@ -34,6 +35,8 @@ def evaluation_loader(module: "LengthPoolDataModule", split: str) -> EvalLoader 
             packing_buffer_size=module.packing_buffer_size,
             task_encoder=encoder,
         )
+        watch_sources(data)
+        return data
 
     methods = (encoder.encode_sample, encoder.preencode_sample, encoder.postencode_sample, encoder.encode_batch)
     multiplies = any(inspect.isgeneratorfunction(inspect.unwrap(method)) for method in methods)

@@ -15,6 +15,7 @@ from megatron.energon.savable_loader import SavableDataLoaderState, SavableDatas
 from torch.utils.data import DataLoader
 
 from lightning_lengthpool.dataset import LengthPoolDataset, PooledBatch
+from lightning_lengthpool.workers import prepare_workers
 
 
 class BatchRecord(NamedTuple):
@@ -88,7 +89,7 @@ class TrainLoader:
         length: int,
         state: dict[str, Any] | None = None,
     ) -> None:
-        self._loader = _pin_where_possible(loader)
+        self._loader = prepare_workers(_pin_where_possible(loader))
         self._length = length
         self._is_trial = pool.drop_batches
         self._stream: Iterator[Any] | None = None
@@ -206,7 +207,7 @@ class EvalLoader:
     def __iter__(self) -> Iterator[Any]:
         self.close()
         self._first_repeat = math.inf
-        self._open = _pin_where_possible(self._build())
+        self._open = prepare_workers(_pin_where_possible(self._build()))
         stream = iter(self._open)
         fresh, batch = next(stream, None), None
         having = self._ranks_with(fresh is not None)

@@ -1,23 +1,34 @@
 """Measures samples on their way into a pool: a function that fails for a sample costs that sample only."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.energon import WorkerConfig
 from megatron.energon.errors import ErrorContext, FatalSampleError
 from megatron.energon.task_encoder.base import get_failure_tolerance
 
-from lightning_lengthpool.pool import PoolSettings, Size
+from lightning_lengthpool.pool import PoolSettings
+
+
+_FAILED = object()
+
+
+class Measured(NamedTuple):
+    """A sample's length in tokens, its cost, and what `class_fn` says (None without classes)."""
+
+    length: float
+    cost: float
+    kind: Any = None
 
 
 class Measurer:
-    """Tells a sample's size, or None where that fails, which energon's error handler then tells.
+    """Measures a sample; None where that fails, and energon's error handler then shows the sample and the error.
 
     Args:
         settings: The pool, which says how to measure.
         worker_config: Has the error handler.
-        failure_tolerance: Failures in a row, of one function, after which it ends with the last one's error, unless the
-            function says so itself (`@stateless(failure_tolerance=...)`); 0 for no limit.
+        failure_tolerance: Failures of one function in a row after which a `FatalSampleError` with the last one ends the
+            iteration, unless the function says so itself (`@stateless(failure_tolerance=...)`); 0 for no limit.
     """
 
     def __init__(self, settings: PoolSettings, worker_config: WorkerConfig, failure_tolerance: int | None) -> None:
@@ -37,15 +48,15 @@ class Measurer:
             for setting, (function, name) in functions.items()
         }
 
-    def __call__(self, sample: Any) -> Size | None:
+    def __call__(self, sample: Any) -> Measured | None:
         settings, kind = self._settings, None
-        if (length := self._ask("length_fn", settings.length_of, sample)) is None:
+        if (length := self._ask("length_fn", settings.length_of, sample)) is _FAILED:
             return None
-        if (cost := self._ask("cost", settings.cost_of, sample, length)) is None:
+        if (cost := self._ask("cost", settings.cost_of, sample, length)) is _FAILED:
             return None
-        if settings.class_fn is not None and (kind := self._ask("class_fn", settings.class_of, sample)) is None:
+        if settings.class_fn is not None and (kind := self._ask("class_fn", settings.class_fn, sample)) is _FAILED:
             return None
-        return Size(length, cost, kind)
+        return Measured(length, cost, kind)
 
     def _ask(self, setting: str, function: Callable[..., Any], sample: Any, *given: Any) -> Any:
         try:
@@ -54,7 +65,7 @@ class Measurer:
         except FatalSampleError as fatal:
             error = fatal.__context__
             raise FatalSampleError(f"{fatal} The last error was {type(error).__name__}: {error}") from error
-        return None
+        return _FAILED
 
 
 def _name(function: Any) -> str:

@@ -4,26 +4,28 @@ import math
 import numbers
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from megatron.energon import SavableDataset
 from megatron.energon.wrappers.base import BaseWrapperDataset
 
 from lightning_lengthpool.cost_models import CostModel, sample_cost
-from lightning_lengthpool.length import LengthFn, get_field, sample_length
+from lightning_lengthpool.length import LengthFn, sample_length
 from lightning_lengthpool.order import get_policy
 from lightning_lengthpool.stream import Reference
+
+if TYPE_CHECKING:
+    from lightning_lengthpool.arrivals import Arrivals
 
 OVER_BUDGET = ("error", "alone", "drop")
 ClassFn = Callable[[Any], str]
 
 
 class Size(NamedTuple):
-    """A sample's length in tokens, its cost, and its class (None without classes)."""
+    """A sample's length in tokens, and its cost."""
 
     length: float
     cost: float
-    kind: Hashable = None
 
 
 class Entry(NamedTuple):
@@ -60,10 +62,14 @@ class Pool(Protocol):
     Attributes:
         snapshot: The last one, plain, None before the first; never changed in place.
         warning: Something that the user should know; whoever passes it on sets it to None.
+        arrivals: What has come in.
+        differences: What `start` has found to be otherwise than it was saved, a sentence each.
     """
 
     snapshot: dict[str, Any] | None
     warning: str | None
+    arrivals: "Arrivals"
+    differences: list[str]
 
     def reset(self) -> None:
         """Forget everything; the dataset is left as it is."""
@@ -217,6 +223,15 @@ class PoolSettings:
                     "comes from one pool. 10 to 100 times batch_size is a good start."
                 )
 
+    def measure(self, sample: Any) -> Size:
+        """A sample's length and cost.
+
+        Raises:
+            ValueError: If one of them is not a finite number of at least 0; the message names the sample's key.
+        """
+        length = self.length_of(sample)
+        return Size(length, self.cost_of(sample, length))
+
     def length_of(self, sample: Any) -> float:
         """A sample's length in tokens, see `length.sample_length`."""
         return sample_length(sample, self.length_fn)
@@ -224,21 +239,6 @@ class PoolSettings:
     def cost_of(self, sample: Any, length: float) -> float:
         """What a sample of a known length costs, see `cost_models.sample_cost`."""
         return length if self.cost is None else sample_cost(sample, length, self.cost)
-
-    def class_of(self, sample: Any) -> str:
-        """The class that `class_fn`, which must be set, names.
-
-        Raises:
-            ValueError: If it names none; the message names the sample's key.
-        """
-        assert self.class_fn is not None
-        kind = self.class_fn(sample)
-        if not isinstance(kind, str):
-            raise ValueError(
-                f"sample {get_field(sample, '__key__')!r} is of class {kind!r}, expected a name. Let class_fn name one "
-                "for each sample."
-            )
-        return kind
 
     def __str__(self) -> str:
         set_to = {name: value for name, value in vars(self).items() if value is not None and name != "reference"}

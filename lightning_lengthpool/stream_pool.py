@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 from megatron.energon import SavableDataset
 from megatron.energon.wrappers.base import get_sample_restore_key
 
+from lightning_lengthpool.arrivals import Arrivals, Replay
 from lightning_lengthpool.length import get_field
-from lightning_lengthpool.measure import Measurer
-from lightning_lengthpool.pool import Entry, PoolSettings, Size, Slot, rewind
+from lightning_lengthpool.measure import Measured, Measurer
+from lightning_lengthpool.pool import Entry, PoolSettings, Slot, rewind
 from lightning_lengthpool.state import from_plain, to_plain
 from lightning_lengthpool.stream import HISTORY, SNAPSHOT_SAMPLES, Block, SortedPool
 
@@ -52,9 +53,12 @@ class StreamPool:
         if batch_size is not None and settings.max_tokens is None:
             self.pool_size -= self.pool_size % batch_size  # blocks of one size are each as likely to leave
         self._warned = False
+        self.arrivals = Arrivals()
         self.reset()
 
     def reset(self) -> None:
+        self.arrivals.reset()
+        self.differences: list[str] = []
         self._sorted = self._new_sorted(0)
         self._held: dict[int, _Held] = {}
         self._next_number = 0
@@ -127,6 +131,7 @@ class StreamPool:
         if (size := self._measure(sample)) is None:
             self._failed.add(self._arrived)
             return
+        self.arrivals.add(sample, size.cost)
         self._require_share(sample, size.kind)
         if self._fits(sample, size):
             self._dropped_in_a_row = 0
@@ -146,7 +151,7 @@ class StreamPool:
         self._held[self._next_number] = held
         self._next_number += 1
 
-    def _fits(self, sample: Any, size: Size) -> bool:
+    def _fits(self, sample: Any, size: Measured) -> bool:
         """Whether a sample may come in; one that costs more than a batch may is a batch of its own there."""
         budget, over = self.settings.max_tokens, self.settings.over_budget
         if budget is None or size.cost <= budget or over == "alone":
@@ -159,9 +164,9 @@ class StreamPool:
             "as much memory as it takes; or to 'drop', and such samples are left out and counted."
         )
 
-    def _require_share(self, sample: Any, kind: Hashable) -> None:
+    def _require_share(self, sample: Any, kind: Any) -> None:
         shares = self.settings.class_shares
-        if shares is not None and kind not in shares:
+        if shares is not None and (not isinstance(kind, str) or kind not in shares):
             raise ValueError(
                 f"sample {get_field(sample, '__key__')!r} is of class {kind!r}, which has no share: expected one of "
                 f"{', '.join(map(repr, shares))}. Give it a share in class_shares (or in the reference_lengths), or "
@@ -180,6 +185,7 @@ class StreamPool:
             "keys": [self._held[number].key for number, _, _ in items],
             "costs": [float(cost) for _, cost, _ in items],
             "classes": None if self.settings.class_fn is None else [kind for _, _, kind in items],
+            "arrivals": self.arrivals.state(),
             "history": [(kind, recent, since) for kind, (recent, since) in self._sorted.history().items()],
         }
         try:
@@ -190,12 +196,8 @@ class StreamPool:
 
     def place(self) -> dict[str, Any]:
         slots = self._slots - self.snapshot["slots"] if self.snapshot else 0
-        return {
-            "slots": slots,
-            "again": dict(self._again),
-            "dropped": self._dropped,
-            "failed": sorted(self._failed),
-        }
+        changes = {"slots": slots, "again": dict(self._again), "failed": sorted(self._failed), "dropped": self._dropped}
+        return changes | {"arrivals": self.arrivals.state()}
 
     def restore(self, snapshot: dict[str, Any] | None, place: dict[str, Any]) -> None:
         self.reset()
@@ -211,9 +213,12 @@ class StreamPool:
             self._sorted.worker = worker
             return iter(self.dataset)
         place, self._pending = self._pending, None
-        upstream = iter(self.dataset)
+        upstream, replay = iter(self.dataset), Replay(self.dataset, self.settings)
         self._replay(upstream, place)
-        lost = self._read_again(lose_pool)
+        if not lose_pool:
+            replay.compare(self.arrivals, place["arrivals"])
+        lost = self._read_again(None if lose_pool else replay)
+        self.differences = replay.differences
         if lost or worker != self._sorted.worker:  # in a run of another shape
             self._sorted.worker = worker
             self._arrived = max(self.pool_size, SNAPSHOT_SAMPLES)  # what follows is no replay: a new snapshot is due
@@ -224,7 +229,8 @@ class StreamPool:
         assert self.snapshot is not None
         snapshot = self.snapshot
         self._slots, self._dropped, self._again = snapshot["slots"], snapshot["dropped"], dict(place["again"])
-        self._failed = set(place.get("failed", ()))  # places of older versions have none
+        self._failed = set(place["failed"])
+        self.arrivals.restore(snapshot["arrivals"])
         self._sorted = self._new_sorted(snapshot["worker"])
         classes = snapshot["classes"] or [None] * len(snapshot["keys"])
         self._held = {number: _Held(None, key, 0.0) for number, key in enumerate(from_plain(snapshot["keys"]))}
@@ -240,21 +246,22 @@ class StreamPool:
             for number in numbers:
                 del self._held[number]
 
-    def _read_again(self, lose_pool: bool) -> bool:
+    def _read_again(self, replay: Replay | None) -> bool:
         """Re-read the snapshot's samples that are still held, or lose them; returns whether some are lost."""
-        missing = [number for number, held in self._held.items() if held.sample is None]
-        if not lose_pool:
-            for number in missing:
-                key = self._held[number].key
-                sample = self.dataset.restore_sample(key)
-                size = self._measure(sample) or self._unknown(sample)
-                self._held[number] = _Held(sample, key, size.length)
-            return False
-        before, self._sorted = self._sorted, self._new_sorted(self._sorted.worker)
-        for number in missing:
-            del self._held[number]
-        self._sorted.restore((item for item in before.items() if item[0] in self._held), before.history())
-        return bool(missing)
+        costs = {number: cost for number, cost, _ in self._sorted.items()}
+        lost = []
+        for number, held in self._held.items():
+            if held.sample is None:
+                if replay is None or (again := replay.sample(held.key, costs[number])) is None:
+                    lost.append(number)
+                else:
+                    self._held[number] = _Held(again[0], held.key, again[1].length)
+        if lost:
+            before, self._sorted = self._sorted, self._new_sorted(self._sorted.worker)
+            for number in lost:
+                del self._held[number]
+            self._sorted.restore((item for item in before.items() if item[0] in self._held), before.history())
+        return bool(lost)
 
     def _check_drift(self) -> None:
         """Warn once if the samples held are not those that the reference says."""

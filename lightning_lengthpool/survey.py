@@ -21,6 +21,7 @@ from lightning_lengthpool.pool import PoolSettings
 from lightning_lengthpool.splits import require_samples
 from lightning_lengthpool.survey_parts import BatchCheck, Stream, Survey, survey_of_lengths
 from lightning_lengthpool.survey_worker import BatchReader, Failures, Part, SampleReader, named
+from lightning_lengthpool.workers import prepare_workers
 
 if TYPE_CHECKING:
     from lightning_lengthpool.datamodule import LengthPoolDataModule
@@ -171,7 +172,7 @@ def _trial_settings(settings: PoolSettings, batch_size: int | None) -> PoolSetti
 def _read(reader: SampleReader | BatchReader, module: "LengthPoolDataModule") -> Iterator[Part]:
     """Run the reader's workers to their end."""
     encoder = type(module.task_encoder).__qualname__
-    loader = get_loader(reader, prefetch_factor=2, watchdog_timeout_seconds=None)
+    loader = prepare_workers(get_loader(reader, prefetch_factor=2, watchdog_timeout_seconds=None))
     loader.pin_memory, loader.timeout = False, probe.TIMEOUT
     try:
         for part in loader:

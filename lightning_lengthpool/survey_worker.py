@@ -16,10 +16,12 @@ from megatron.energon.state import FlexState
 from megatron.energon.wrappers import PackingDataset
 from megatron.energon.wrappers.base import BaseWrapperDataset, get_sample_restore_key
 
+from lightning_lengthpool.arrivals import StarvedError
 from lightning_lengthpool.dataset import LengthPoolDataset, PooledBatch
 from lightning_lengthpool.length import get_field
 from lightning_lengthpool.pool import ClassFn, PoolSettings
 from lightning_lengthpool.sample_bytes import Scales
+from lightning_lengthpool.sources import ShardError
 
 _PART_SECONDS, _PART_SAMPLES = 0.5, 256  # of what is sent at a time
 _RESTORED, _RESTORE_SECONDS = 8, 5.0  # samples that are brought back by their keys, and when to stop doing so
@@ -120,7 +122,7 @@ class _Reader(BaseWrapperDataset[Any, Part]):
             for part in self._parts(worker):
                 yield self._counted(part)
         except Exception as error:
-            text = str(error) if isinstance(error, _Plain) else in_one_line(error)
+            text = str(error) if isinstance(error, (_Plain, ShardError, StarvedError)) else in_one_line(error)
             yield self._counted(Part(worker, error=text))
 
     def _parts(self, worker: int) -> Iterator[Part]:

@@ -16,12 +16,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron.energon import SavableDataset, TaskEncoder, WorkerConfig
-from megatron.energon.flavors.base_dataset import set_sample_restore_key
+from megatron.energon.flavors.base_dataset import add_sample_restore_key, set_sample_restore_key
 from megatron.energon.task_encoder.base import get_stateless
-from megatron.energon.wrappers import LogSampleDataset, PackingDataset
+from megatron.energon.wrappers import LogSampleDataset, MapDataset, PackingDataset
 
 from lightning_lengthpool.dataset import LengthPoolDataset
 from lightning_lengthpool.pool import PoolSettings
+from lightning_lengthpool.sources import parts_of
 
 _STATELESS_METHODS = (
     "cook_crude_sample",
@@ -52,12 +53,39 @@ class _RestorablePacks(PackingDataset):
 _RestorablePacks.__name__ = PackingDataset.__name__  # which stands in the keys
 
 
+class _RestorableGenerator(MapDataset):
+    """energon's map of a generator, which goes on in the middle of a sample with the random numbers of its beginning.
+
+    energon 7.4 saves the next sample's index and takes it for the one that is under way: the samples then have other
+    restore keys, and `@stateless(restore_seeds=True)` another seed.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._generator_sample_key is not None:
+            yield from self._rest_of_sample(self._generator_offset or 0)
+        yield from super().__iter__()
+
+    def _rest_of_sample(self, done: int) -> Iterator[Any]:
+        sample, index = self.dataset.restore_sample(self._generator_sample_key), self._sample_index.current_idx - 1
+        with self._map_failure_handler.handle_errors(sample):
+            with self._sample_index.ctx(index):
+                several = self.map_fn(sample)
+            for number, (_, one) in enumerate(self._sample_index.iter_ctx(several, index)):
+                if number >= done:
+                    self._generator_offset = number + 1
+                    yield add_sample_restore_key(one, index, number, src=self)
+        self._generator_sample_key = self._generator_offset = None
+
+
+_RestorableGenerator.__name__ = MapDataset.__name__  # which stands in the keys
+
+
 _build_batch = TaskEncoder.build_batch  # energon's own, for the packing
 
 
 @contextmanager
 def length_pool(
-    task_encoder: TaskEncoder, settings: PoolSettings, failure_tolerance: int | None = None
+    task_encoder: TaskEncoder, settings: PoolSettings, failure_tolerance: int | None = None, skip_tolerance: int = 0
 ) -> Iterator[None]:
     """Within this context, training data sets that `task_encoder` builds end in a length pool.
 
@@ -66,6 +94,7 @@ def length_pool(
         settings: The pool.
         failure_tolerance: Failures in a row that energon's wrappers and the pool let pass, if the failing method does
             not say so itself; None for the encoder's own default.
+        skip_tolerance: Samples that may be skipped in a row; 0 for no limit.
     """
 
     def build_batch(
@@ -77,6 +106,9 @@ def length_pool(
         packing_buffer_size: int | None = None,
         worker_config: WorkerConfig,
     ) -> SavableDataset:
+        for part in parts_of(dataset):
+            if type(part) is MapDataset and inspect.isgeneratorfunction(part.map_fn):
+                part.__class__ = _RestorableGenerator
         postencode = self.postencode_sample if self._is_overridden(self.postencode_sample) else None
         if packing_buffer_size is not None:
             settings_of_packing = {"packing_buffer_size": packing_buffer_size, "worker_config": worker_config}
@@ -93,6 +125,7 @@ def length_pool(
             encode_batch=self.encode_batch if self._is_overridden(self.encode_batch) else None,
             postencode=postencode,
             failure_tolerance=self.__default_failure_tolerance__,
+            skip_tolerance=skip_tolerance,
             worker_config=worker_config,
         )
 
@@ -162,8 +195,20 @@ def methods_not_stateless(task_encoder: TaskEncoder) -> list[str]:
     return [getattr(method, "__qualname__", repr(method)) for method in methods if not get_stateless(method)]
 
 
+def packs_several(task_encoder: TaskEncoder) -> str | None:
+    """The name of the method that makes several packs of one selection, which energon cannot repeat; None if not."""
+    method = task_encoder.pack_selected_samples
+    return method.__qualname__ if inspect.isgeneratorfunction(inspect.unwrap(method)) else None
+
+
 def warn_not_stateless(task_encoder: TaskEncoder) -> None:
-    """Warn of each of the `methods_not_stateless`."""
+    """Warn of each of the `methods_not_stateless`, and of a generator of packs."""
+    if (name := packs_several(task_encoder)) is not None:
+        warnings.warn(
+            f"{name} is a generator, and energon does not save which of its packs were made: a resumed run may miss "
+            "some. Let it return one pack.",
+            stacklevel=2,
+        )
     for name in methods_not_stateless(task_encoder):
         warnings.warn(
             f"{name} is not marked @stateless: a checkpoint cannot restore its samples. If its result depends on the "

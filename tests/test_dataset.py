@@ -343,11 +343,6 @@ def test_a_postencode_may_yield_several_samples() -> None:
     assert sorted(b.lengths for b in out) == [(3, 3), (5, 5)]
 
 
-def test_a_bad_length_ends_the_iteration() -> None:
-    with pytest.raises(ValueError, match="sample '3' has the length -2"):
-        batches(pooled([5, 4, 3, -2, 5], pool_size=5))
-
-
 # ---- policy stream: budget, classes, reference
 
 
