@@ -55,11 +55,12 @@ class LengthPoolDataModule(LightningDataModule):
             leaves at a time, and as many samples come in: best synchronised) or 'none' (as they come).
         seed: Seed of the random sequence that all ranks share.
         length_fn: Import path of a function that takes an encoded sample and gives its length in tokens; by default a
-            sample's `total_len`, else `len(tokens)`.
+            sample's `total_len`, else `len(tokens)`, else `len(input_ids)`.
         cost: What samples cost to train on, by which the pool sorts them: one of `cost_models`, or your own. By default
             a sample costs its length, and a batch its padded tokens.
         max_tokens: What a batch may cost, in tokens with padding, or what `cost` counts: a batch then has as many
-            samples as fit. Only with policy 'stream'. None for batch_size samples a batch.
+            samples as fit; one that costs nothing counts one token. Only with policy 'stream'. None for batch_size
+            samples a batch.
         over_budget: What happens to a sample that alone costs more than max_tokens: 'error', 'alone' (it is a batch of
             its own, whatever memory that takes) or 'drop' (it is left out, with a warning; `dropped` counts such
             samples).

@@ -38,7 +38,7 @@ class PooledBatch:
         lengths: Tokens of each of its samples.
         place: The stream's place after this batch, counted from a snapshot.
         snapshot: That snapshot, if this is the first batch since it was taken; else it is that of the batch before.
-        missed: Whether the batch is not of the class that its slot was meant for.
+        missed: Whether the batch is of another class than its slot is meant for on all ranks.
         warning: Something that the user should know, said in the main process.
     """
 
@@ -98,7 +98,9 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
         self.postencode = postencode
         is_stream = settings.policy == "stream" and settings.pool_size
         self.pool: Pool = (
-            StreamPool(dataset, settings, batch_size) if is_stream else FlushPool(dataset, settings, batch_size or 1)
+            StreamPool(dataset, settings, batch_size, failure_tolerance)
+            if is_stream
+            else FlushPool(dataset, settings, batch_size or 1, failure_tolerance)
         )
         #: Places from which this rank's workers go on, by logical worker; to be set before iteration starts.
         self.resume_from: dict[int, dict[str, Any]] = {}
@@ -166,15 +168,16 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
         if (slot := self.pool.take_slot(upstream)) is None:
             return None
         self._slots += 1
-        entries, tried = slot.entries, 0
-        while (batch := self._form_batch(entries)) is None:
-            tried += len(entries)
+        taken, tried = slot, 0
+        while (batch := self._form_batch(taken.entries)) is None:
+            tried += len(taken.entries)
             if self.skip_tolerance and tried > self.skip_tolerance:
                 what = f"{tried} samples in a row left the pool and none made a batch"
                 starve(self.worker_config, what, self.skip_tolerance)
-            if not (entries := self.pool.take_nearest(upstream, slot)):
+            taken = self.pool.take_nearest(upstream, slot)
+            if not taken.entries:
                 return None
-        batch.missed = slot.missed
+        batch.missed = taken.missed
         return batch
 
     def _place(self) -> dict[str, Any]:

@@ -8,17 +8,61 @@ keys and the state of the data at that moment; what has changed since is a few n
 of the pool by its keys, and reads on from that state of the data for what had come in since.
 """
 
-from collections.abc import Iterator
-from typing import Any
+import math
+from array import array
+from collections.abc import Iterator, Sequence
+from copy import copy
+from typing import Any, NamedTuple
 
+import numpy as np
 from megatron.energon import SavableDataset
-from megatron.energon.wrappers.buffer import SavableSampleBuffer
+from megatron.energon.wrappers.base import get_sample_restore_key
 
 from lightning_lengthpool.arrivals import Arrivals, Replay
+from lightning_lengthpool.measure import Measured, Measurer
 from lightning_lengthpool.order import Policy, full_size, get_policy
-from lightning_lengthpool.pool import Entry, PoolSettings, Size, Slot, rewind
+from lightning_lengthpool.pool import Entry, PoolSettings, Slot, rewind
 from lightning_lengthpool.state import from_plain, to_plain
 from lightning_lengthpool.stream import SNAPSHOT_SAMPLES
+
+
+_UNKNOWN = Measured(0.0, 0.0)  # of a sample that was measured when it was saved, and cannot be now
+
+
+class _Held(NamedTuple):
+    sample: Any
+    key: Any
+    length: float
+    cost: float
+
+
+class _Samples:
+    """Samples in a row, each with a number; their costs lie in an array, for a search goes through all of them."""
+
+    def __init__(self, held: Sequence[_Held] = (), numbers: Sequence[int] = ()) -> None:
+        self.held = list(held)
+        self.numbers = array("q", numbers)
+        self._costs = array("d", [one.cost for one in held])
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def append(self, held: _Held, number: int) -> None:
+        self.held.append(held)
+        self.numbers.append(number)
+        self._costs.append(held.cost)
+
+    def pop(self, index: int = -1) -> tuple[_Held, int]:
+        self._costs.pop(index)
+        return self.held.pop(index), self.numbers.pop(index)
+
+    def nearest(self, cost: float) -> tuple[float, int]:
+        """How far the nearest cost is, and the index of the first sample that has it; infinitely far without samples."""
+        if not self.held:
+            return math.inf, 0
+        distances = np.abs(np.array(self._costs) - cost)
+        index = int(distances.argmin())
+        return float(distances[index]), index
 
 
 class FlushPool:
@@ -28,13 +72,21 @@ class FlushPool:
         dataset: The stream; `restore_sample` re-reads one of its samples by key.
         settings: The pool.
         batch_size: Places of a slot.
+        failure_tolerance: See `measure.Measurer`.
     """
 
-    _saved = ("_turns", "_arrived", "_taken", "_cursor", "_holes")
+    _saved = ("_turns", "_arrived", "_taken", "_failed", "_cursor", "_holes")
 
-    def __init__(self, dataset: SavableDataset, settings: PoolSettings, batch_size: int) -> None:
+    def __init__(
+        self,
+        dataset: SavableDataset,
+        settings: PoolSettings,
+        batch_size: int,
+        failure_tolerance: int | None = 100,
+    ) -> None:
         self.dataset = dataset
         self.settings = settings
+        self._measure = Measurer(settings, dataset.worker_config, failure_tolerance)
         self.batch_size = batch_size
         self.is_off = settings.policy == "none" or not settings.pool_size
         policy = get_policy("none" if self.is_off else settings.policy)
@@ -45,14 +97,10 @@ class FlushPool:
         self.reset()
 
     def reset(self) -> None:
-        config = self.dataset.worker_config
         self.arrivals.reset()
         self.differences: list[str] = []
-        # The pool that is handed out lies in reverse order, so that the next sample is popped from the end.
-        self._ready = SavableSampleBuffer(self.dataset, worker_config=config)
-        self._ready_sizes: list[Size] = []
-        self._incoming = SavableSampleBuffer(self.dataset, worker_config=config)
-        self._incoming_sizes: list[Size] = []
+        self._ready = _Samples()  # by places, the last one first, so that the next sample is popped from the end
+        self._incoming = _Samples()  # by arrival since the snapshot
         self._places = 0  # of the pool that is handed out
         self._cursor = 0  # the next of these
         self._holes: dict[int, float] = {}  # those whose sample left out of its turn -> the cost that belongs there
@@ -60,6 +108,7 @@ class FlushPool:
         self._turns = 0  # pools ordered since the snapshot
         self._arrived = 0  # samples that have come in since the snapshot
         self._taken: list[int] = []  # which of these have left out of their turn
+        self._failed: list[int] = []  # which of these could not be measured
         self._pending: list[Any] | None = None  # what had come in by the place that is to be restored
 
     def size(self, pool: int) -> int:
@@ -103,34 +152,30 @@ class FlushPool:
         if place in self._holes:
             cost = self._holes.pop(place)
         else:
-            length, cost = self._ready_sizes.pop()
-            entry = Entry(self._ready.pop(-1), length)
+            held, _ = self._ready.pop()
+            entry, cost = Entry(held.sample, held.length), held.cost
         own, following = self.size(self._pools() - 1), self.size(self._pools())
         self._fill(upstream, -(-self._cursor * following // own) + (-place * following // own))
         return entry, cost
 
-    def take_nearest(self, upstream: Iterator[Any], slot: Slot) -> list[Entry]:
+    def take_nearest(self, upstream: Iterator[Any], slot: Slot) -> Slot:
         entries = (self._take_out_of_turn(upstream, cost) for cost in slot.costs)
-        return [entry for entry in entries if entry is not None]
+        return slot._replace(entries=[entry for entry in entries if entry is not None])
 
     def _take_out_of_turn(self, upstream: Iterator[Any], cost: float) -> Entry | None:
         """Take the sample nearest to `cost`, from both pools; None if there are no more samples."""
-        if not self._ready_sizes and not self._incoming_sizes:
+        if not self._ready and not self._incoming:
             self._fill(upstream, 1)
-        candidates = [
-            (abs(size.cost - cost), is_ready, index)  # a tie goes to the incoming pool, which leaves no hole
-            for is_ready, sizes in enumerate((self._incoming_sizes, self._ready_sizes))
-            for index, size in enumerate(sizes)
-        ]
-        if not candidates:
+        if not self._ready and not self._incoming:
             return None
-        _, is_ready, index = min(candidates)
-        if is_ready:
-            self._holes[self._left()[index]] = self._ready_sizes[index].cost
-            return Entry(self._ready.pop(index), self._ready_sizes.pop(index).length)
-        waiting = [number for number in range(self._arrived) if number not in self._taken]
-        self._taken.append(waiting[self._samples(self._pools_since()) + index])
-        return Entry(self._incoming.pop(index), self._incoming_sizes.pop(index).length)
+        (near, index), (near_ready, index_ready) = self._incoming.nearest(cost), self._ready.nearest(cost)
+        if near <= near_ready:  # a tie goes to the incoming pool, which leaves no hole
+            held, number = self._incoming.pop(index)
+            self._taken.append(number)
+        else:
+            held, place = self._ready.pop(index_ready)
+            self._holes[place] = float(held.cost)
+        return Entry(held.sample, held.length)
 
     def _left(self) -> list[int]:
         """The places that still have their sample, as they lie in `_ready`: the last one first."""
@@ -138,35 +183,37 @@ class FlushPool:
 
     def _fill(self, upstream: Iterator[Any], samples: int) -> None:
         """Let up to `samples` samples in, as long as the incoming pool has room."""
-        for _ in range(min(samples, self.size(self._pools()) - len(self._incoming_sizes))):
+        size = min(len(self._incoming) + samples, self.size(self._pools()))
+        while len(self._incoming) < size:
             try:
                 sample = next(upstream)
             except StopIteration:
                 return
+            if (measured := self._measure(sample)) is None:
+                self._failed.append(self._arrived)
+            else:
+                self._let_in(sample, measured, self._arrived)
             self._arrived += 1
-            self._let_in(sample)
 
-    def _let_in(self, sample: Any) -> None:
-        size = self.settings.measure(sample)  # first: the two must not fall out of step if it raises
+    def _let_in(self, sample: Any, size: Measured, number: int) -> None:
         self.arrivals.add(sample, size.cost)
-        self._incoming.append(sample)
-        self._incoming_sizes.append(size)
+        self._incoming.append(_Held(sample, get_sample_restore_key(sample), size.length, size.cost), number)
 
     def _turn(self, upstream: Iterator[Any]) -> bool:
         """Order the incoming pool and start to hand it out; False if there is nothing left."""
         self._fill(upstream, self.size(self._pools()))
-        if not self._incoming_sizes:
+        if not self._incoming:
             return False
         self._turns += 1
         self._order()
         self._cursor = 0
         if self.snapshot is None or self._arrived >= SNAPSHOT_SAMPLES:
             pools = self._pools()
-            self._turns, self._arrived, self._taken = 0, 0, []
+            self._turns, self._arrived, self._taken, self._failed = 0, 0, [], []
             self.snapshot = {
                 "pools": pools,
-                "keys": self._ready.restore_key()[::-1],
-                "costs": [float(size.cost) for size in reversed(self._ready_sizes)],
+                "keys": [held.key for held in reversed(self._ready.held)],
+                "costs": [float(held.cost) for held in reversed(self._ready.held)],
                 "arrivals": self.arrivals.state(),
             }
             try:
@@ -185,20 +232,18 @@ class FlushPool:
 
     def _order(self) -> None:
         """Make the incoming samples the pool that is handed out."""
-        samples, keys = self._incoming.flush()
+        held, self._incoming = self._incoming.held, _Samples()
         # Counted in pools and not in samples that came, so that a rank which has lost a sample keeps the others' seed.
         pool = self._pools() - 1
-        start, costs = self._samples(range(pool)), [size.cost for size in self._incoming_sizes]
-        order = self._policy(costs, self.size(pool), start, self.settings.seed, self.batch_size)[::-1]
-        self._ready.extend([samples[i] for i in order], [keys[i] for i in order])
-        self._ready_sizes = [self._incoming_sizes[i] for i in order]
-        self._incoming_sizes = []
+        start, costs = self._samples(range(pool)), [one.cost for one in held]
+        order = self._policy(costs, self.size(pool), start, self.settings.seed, self.batch_size)
         self._places = len(order)
+        self._ready = _Samples([held[i] for i in reversed(order)], range(len(order) - 1, -1, -1))
 
     # ---- saving and restoring
 
     def place(self) -> dict[str, Any]:
-        own = {name.lstrip("_"): to_plain(getattr(self, name)) for name in self._saved}
+        own = {name.lstrip("_"): copy(getattr(self, name)) for name in self._saved}
         return own | {"arrivals": self.arrivals.state()}
 
     def restore(self, snapshot: dict[str, Any] | None, place: dict[str, Any]) -> None:
@@ -208,7 +253,7 @@ class FlushPool:
             return
         self.snapshot = to_plain(snapshot)
         for name in self._saved:
-            setattr(self, name, to_plain(place[name.lstrip("_")]))
+            setattr(self, name, copy(place[name.lstrip("_")]))
         self.dataset.restore_state(from_plain(snapshot["data"]))
         self.arrivals.restore(snapshot["arrivals"])
         self._pending = place["arrivals"]
@@ -227,39 +272,34 @@ class FlushPool:
                     self._holes[place] = cost
                     continue
                 sample, size = again
-                self._ready.extend([sample], [keys[place]])
-                self._ready_sizes.append(size)
+                self._ready.append(_Held(sample, keys[place], size.length, size.cost), place)
         upstream = iter(self.dataset)
         # Of what has come in since, earlier pools are gone, the next ones are the pool that is handed out, and the rest
         # is the one that fills.
-        taken, waiting = set(self._taken), 0
+        taken, failed, waiting = set(self._taken), set(self._failed), 0
         gone = self._samples(self._pools_since()[:-1])
         for number, sample in zip(range(self._arrived), upstream, strict=False):
+            if number in failed:
+                continue
+            size = self._measure(sample) or _UNKNOWN
             if number not in taken and waiting >= gone:
-                self._let_in(sample)
+                self._let_in(sample, size, number)
             else:
-                self.arrivals.add(sample, self.settings.measure(sample).cost)
+                self.arrivals.add(sample, size.cost)
             waiting += number not in taken
         if not lose_pool:
             replay.compare(self.arrivals, saved)
         self.differences = replay.differences
         if self._turns:
-            size = self.size(self._pools() - 1)
-            samples, keys = self._incoming.flush()
-            sizes = self._incoming_sizes
-            self._incoming.extend(samples[:size], keys[:size])
-            self._incoming_sizes = sizes[:size]
+            full, incoming = self.size(self._pools() - 1), self._incoming
+            self._incoming = _Samples(incoming.held[:full], incoming.numbers[:full])
             self._order()
             self._keep([] if lose_pool else self._left())
-            self._incoming.extend(samples[size:], keys[size:])
-            self._incoming_sizes = sizes[size:]
+            self._incoming = _Samples(incoming.held[full:], incoming.numbers[full:])
         if lose_pool:
             self._places, self._holes = self._cursor, {}
         return upstream
 
     def _keep(self, places: list[int]) -> None:
         """Keep these places of a pool that was just ordered: the others had been handed out before."""
-        indices = [self._places - 1 - place for place in places]
-        samples, keys = self._ready.flush()
-        self._ready.extend([samples[i] for i in indices], [keys[i] for i in indices])
-        self._ready_sizes = [self._ready_sizes[i] for i in indices]
+        self._ready = _Samples([self._ready.held[self._places - 1 - place] for place in places], places)

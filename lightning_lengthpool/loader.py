@@ -26,7 +26,7 @@ class BatchRecord(NamedTuple):
         lengths: Tokens of each of the batch's samples.
         fetch_started: `time.perf_counter()` when the training loop asked for the batch.
         data_seconds: Seconds that the loop then waited for it.
-        missed: Whether the batch is not of the class that its slot was meant for, of which this rank had too few.
+        missed: Whether the batch is of another class than its slot is meant for on all ranks.
     """
 
     lengths: tuple[float, ...]

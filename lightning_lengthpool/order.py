@@ -209,7 +209,7 @@ def batch_shares(costs: Array, budget: float, batch_size: int | None = None) -> 
     Their sum says about how many batches the samples make.
 
     Args:
-        costs: Of samples, shape `[samples]`.
+        costs: Of samples, shape `[samples]`. One that costs nothing counts one token here.
         budget: What a batch may cost, above 0; a dearer sample takes up a whole batch.
         batch_size: Samples of a batch at most; None for no limit.
 
@@ -217,8 +217,14 @@ def batch_shares(costs: Array, budget: float, batch_size: int | None = None) -> 
         Shape `[samples]`, each above 0 and at most 1.
     """
     most = max(1, len(costs)) if batch_size is None else batch_size
-    with np.errstate(divide="ignore", over="ignore"):
-        return 1.0 / np.clip(np.floor(budget / costs), 1.0, most)
+    with np.errstate(over="ignore"):
+        return 1.0 / np.clip(np.floor(budget / _counted(costs)), 1.0, most)
+
+
+def _counted(costs: Array) -> Array:
+    """Costs as they count against a budget: nothing counts as one token, or one batch would take all that costs
+    nothing."""
+    return np.where(costs > 0, costs, 1.0)
 
 
 def budget_block(
@@ -272,7 +278,7 @@ def fill_budget(
     """Fill a budget downward from the sample `top`, and upward where there is nothing cheaper left.
 
     Args:
-        costs: Of the pool's samples, ascending, shape `[samples]`.
+        costs: Of the pool's samples, ascending, shape `[samples]`. One that costs nothing counts one token here.
         top: The place of the dearest sample.
         budget: As for `budget_block`, as are the other arguments.
         batch_size: Samples of a batch at most; None for no limit.
@@ -282,6 +288,7 @@ def fill_budget(
         The block as a slice `(start, stop)` of `costs`.
     """
     n, most = len(costs), len(costs) if batch_size is None else batch_size
+    costs = _counted(costs)
     cumulative = None if is_padded else np.concatenate(([0.0], np.cumsum(costs)))
 
     def start_of(last: int) -> int:

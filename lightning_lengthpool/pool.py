@@ -42,13 +42,18 @@ class Slot(NamedTuple):
         entries: The samples that are there.
         costs: The costs that belong there: also of samples that have left out of their turn.
         kind: The samples' class, None without classes.
-        missed: Whether that is not the class that the slot was meant for.
+        meant: The class that the slot is meant for on all ranks, see `stream.Block`.
     """
 
     entries: list[Entry]
     costs: list[float]
     kind: Hashable = None
-    missed: bool = False
+    meant: Hashable = None
+
+    @property
+    def missed(self) -> bool:
+        """Whether the samples are of another class than the slot is meant for."""
+        return self.kind != self.meant
 
 
 class Pool(Protocol):
@@ -82,8 +87,8 @@ class Pool(Protocol):
     def take_slot(self, upstream: Iterator[Any]) -> Slot | None:
         """Hand out the next slot; None at the end of a finite stream."""
 
-    def take_nearest(self, upstream: Iterator[Any], slot: Slot) -> list[Entry]:
-        """Take other samples for a slot, as near as there are to its costs; none only if there are no more."""
+    def take_nearest(self, upstream: Iterator[Any], slot: Slot) -> Slot:
+        """Return the slot with other samples, as near as there are to its costs; none only if there are no more."""
 
     def place(self) -> dict[str, Any]:
         """What has changed since the snapshot, plain."""
@@ -126,12 +131,13 @@ class PoolSettings:
         pool_size: Samples that one worker of one rank holds to choose from; 0 switches the pool off.
         policy: How samples leave the pool, a name from `order.POLICIES`.
         seed: Seed of the random sequence that all ranks share.
-        length_fn: Takes an encoded sample and gives its length; None takes `total_len`, else `len(tokens)`.
+        length_fn: Takes an encoded sample and gives its length; None takes `total_len`, else `len(tokens)`,
+            else `len(input_ids)`.
         cost: What samples cost, by which they are sorted; None takes the length, and a batch then costs its padded
             tokens.
         warmup: How the first pools grow; None for pools of one size. Only for policies that hand out whole pools.
-        max_tokens: What a batch's samples may cost together, None for `batch_size` samples a batch. Like all that
-            follows only for policy 'stream'.
+        max_tokens: What a batch's samples may cost together, None for `batch_size` samples a batch. A sample that costs
+            nothing counts one token. Like all that follows only for policy 'stream'.
         over_budget: What happens to a sample that alone costs more: 'error', 'alone' (a batch of its own) or 'drop'.
         reference: Costs that all ranks aim at; None for none.
         class_fn: Takes an encoded sample and names its class; a batch then holds one class. None for no classes.
@@ -223,10 +229,16 @@ class PoolSettings:
         Raises:
             ValueError: If one of them is not a finite number of at least 0; the message names the sample's key.
         """
-        length = sample_length(sample, self.length_fn)
-        if self.cost is None:
-            return Size(length, length)
-        return Size(length, sample_cost(sample, length, self.cost))
+        length = self.length_of(sample)
+        return Size(length, self.cost_of(sample, length))
+
+    def length_of(self, sample: Any) -> float:
+        """A sample's length in tokens, see `length.sample_length`."""
+        return sample_length(sample, self.length_fn)
+
+    def cost_of(self, sample: Any, length: float) -> float:
+        """What a sample of a known length costs, see `cost_models.sample_cost`."""
+        return length if self.cost is None else sample_cost(sample, length, self.cost)
 
     def __str__(self) -> str:
         set_to = {name: value for name, value in vars(self).items() if value is not None and name != "reference"}

@@ -71,7 +71,7 @@ class StepRecorder:
             lengths: Its samples' lengths in tokens.
             fetch_started: When fetching it began, on the clock. Default: now.
             data_seconds: Seconds spent waiting for it.
-            missed: Whether it is not of the class that was meant.
+            missed: Whether it is of another class than its slot is meant for on all ranks.
 
         A micro-batch begins where the previous one ended; after an `interrupt` when fetching it began.
         """

@@ -2,12 +2,13 @@
 
 import sys
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+
+from lightning_lengthpool.length import attributes
 
 _WEIGHED, _WEIGHED_BYTES = 100, 2**26  # samples that are weighed, and when to stop doing so
 
@@ -59,11 +60,7 @@ def bytes_of(value: Any, seen: set[Any]) -> int:
         return total + bytes_of(value.obj, seen)
     if hasattr(value, "getbands") and hasattr(value, "size"):  # a picture of Pillow, whose pixels Python cannot see
         return total + value.size[0] * value.size[1] * len(value.getbands())
-    names = {one.name for one in fields(value)} if is_dataclass(value) else set()
-    for cls in type(value).__mro__:
-        slots = vars(cls).get("__slots__", ())
-        names |= {slots} if isinstance(slots, str) else set(slots)
-    parts = [getattr(value, name, None) for name in sorted(names)] + list(getattr(value, "__dict__", {}).values())
+    parts = [getattr(value, name) for name in sorted(attributes(value))]
     return total + sum(bytes_of(part, seen) for part in parts)
 
 

@@ -26,7 +26,7 @@ class Simulation(NamedTuple):
         longest: The longest sample.
         samples: How many there are.
         classes: Which class they are of, 0 without classes.
-        missed: Whether that is another class than the one that the slot was meant for.
+        missed: Whether that is another class than the slot is meant for on all ranks, see `stream.Block`.
         chosen: For each rank the samples of its batches in a row, as indices into its lengths (with several workers,
             into their lengths one after the other).
     """

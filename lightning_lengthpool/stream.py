@@ -162,13 +162,20 @@ class Block(NamedTuple):
         numbers: Of the samples, by cost, ascending.
         costs: Of the same.
         kind: Their class.
-        missed: Whether that is not the class that the slot was meant for, of which the pool had too few.
+        meant: The class that the slot is meant for on all ranks: the one that the shared random number names by the
+            shared shares. A rank takes another one where its own pool had it so, see `order.stream_class`, or had too
+            few of that class.
     """
 
     numbers: list[int]
     costs: list[float]
     kind: Hashable
-    missed: bool
+    meant: Hashable
+
+    @property
+    def missed(self) -> bool:
+        """Whether the samples are of another class than the slot is meant for."""
+        return self.kind != self.meant
 
 
 class SortedPool:
@@ -301,9 +308,9 @@ class SortedPool:
                 table, u, self._budget, self._batch_size, target, self._is_padded, self._own_place
             )
         costs = list(own.costs[start:stop])
-        return Block(own.pop(start, stop), costs, kind, kind != wanted)
+        return Block(own.pop(start, stop), costs, kind, self._class_of_all(u_class))
 
-    def take_nearest(self, costs: Sequence[float], kind: Hashable = None) -> list[int]:
+    def take_nearest(self, costs: Sequence[float], kind: Hashable = None) -> tuple[list[int], Hashable]:
         """Take samples in place of those that a slot had, as like them as the pool has.
 
         Args:
@@ -311,25 +318,31 @@ class SortedPool:
             kind: Their class; another one if the pool has none of it.
 
         Returns:
-            The samples' numbers; none only if the pool is empty. Within the budget, if there is one.
+            The samples' numbers (none only if the pool is empty; within the budget, if there is one), and their class.
         """
+        if not self._classes[kind].costs:
+            kind = max(self._classes, key=lambda other: len(self._classes[other].costs))
         own = self._classes[kind]
-        if not own.costs:
-            own = max(self._classes.values(), key=lambda other: len(other.costs))
         if self._budget is not None and own.costs:
             place = _nearest(own.costs, costs[-1])
-            return own.pop(*fill_budget(np.array(own.costs), place, self._budget, self._batch_size, self._is_padded))
+            block = fill_budget(np.array(own.costs), place, self._budget, self._batch_size, self._is_padded)
+            return own.pop(*block), kind
         numbers = []
         for cost in costs[: len(own.costs)]:
             place = _nearest(own.costs, cost)
             numbers += own.pop(place, place + 1)
-        return numbers
+        return numbers, kind
 
     def _target(self, kind: Hashable, u: float) -> float | None:
         """The cost to aim at; None if there is nothing to go by."""
         if self._reference:
             return self._reference[kind][u]
         return self._history[kind].quantiles[u] if self._history else None
+
+    def _class_of_all(self, u: float) -> Hashable:
+        """The class that all ranks would draw if their pools held what the shares say."""
+        shares = list(self._shares.values())
+        return list(self._shares)[stream_class(shares, shares, u)]
 
     def _draw_class(self, u: float) -> Hashable:
         kinds = list(self._shares)

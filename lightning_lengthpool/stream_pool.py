@@ -14,7 +14,8 @@ from megatron.energon.wrappers.base import get_sample_restore_key
 
 from lightning_lengthpool.arrivals import Arrivals, Replay
 from lightning_lengthpool.length import get_field
-from lightning_lengthpool.pool import Entry, PoolSettings, Size, Slot, rewind
+from lightning_lengthpool.measure import Measured, Measurer
+from lightning_lengthpool.pool import Entry, PoolSettings, Slot, rewind
 from lightning_lengthpool.state import from_plain, to_plain
 from lightning_lengthpool.stream import HISTORY, SNAPSHOT_SAMPLES, Block, SortedPool
 
@@ -34,11 +35,19 @@ class StreamPool:
         dataset: The stream; `restore_sample` re-reads one of its samples by key.
         settings: The pool.
         batch_size: Samples of a batch; with a budget, at most; None only with a budget.
+        failure_tolerance: See `measure.Measurer`.
     """
 
-    def __init__(self, dataset: SavableDataset, settings: PoolSettings, batch_size: int | None) -> None:
+    def __init__(
+        self,
+        dataset: SavableDataset,
+        settings: PoolSettings,
+        batch_size: int | None,
+        failure_tolerance: int | None = 100,
+    ) -> None:
         self.dataset = dataset
         self.settings = settings
+        self._measure = Measurer(settings, dataset.worker_config, failure_tolerance)
         self.batch_size = batch_size
         self.pool_size = settings.pool_size
         if batch_size is not None and settings.max_tokens is None:
@@ -55,6 +64,7 @@ class StreamPool:
         self._next_number = 0
         self._slots = 0
         self._arrived = 0  # samples that have come in since the snapshot
+        self._failed: set[int] = set()  # which of these could not be measured
         self._again: dict[int, int] = {}  # slot since the snapshot -> how often it took other samples
         self._ended = False
         self.snapshot: dict[str, Any] | None = None
@@ -84,19 +94,20 @@ class StreamPool:
         if not len(self._sorted):
             return None
         block = self._take()
-        return Slot(self._entries(block.numbers), block.costs, block.kind, block.missed)
+        return Slot(self._entries(block.numbers), block.costs, block.kind, block.meant)
 
-    def take_nearest(self, upstream: Iterator[Any], slot: Slot) -> list[Entry]:
+    def take_nearest(self, upstream: Iterator[Any], slot: Slot) -> Slot:
         last = self._slots - 1
         self._again[last] = self._again.get(last, 0) + 1
-        return self._entries(self._take_nearest(upstream, slot.costs, slot.kind))
+        numbers, kind = self._take_nearest(upstream, slot.costs, slot.kind)
+        return slot._replace(entries=self._entries(numbers), kind=kind)
 
     def _take(self) -> Block:
         block = self._sorted.take(self._slots, aim=not self._ended)
         self._slots += 1
         return block
 
-    def _take_nearest(self, upstream: Iterator[Any], costs: list[float], kind: Hashable) -> list[int]:
+    def _take_nearest(self, upstream: Iterator[Any], costs: list[float], kind: Hashable) -> tuple[list[int], Hashable]:
         if not len(self._sorted):
             self._fill(upstream)
         return self._sorted.take_nearest(costs, kind)
@@ -112,16 +123,19 @@ class StreamPool:
             except StopIteration:
                 self._ended = True
                 return
+            if self._arrived not in self._failed:  # in a replay these are known
+                self._let_in(sample)
             self._arrived += 1
-            self._let_in(sample)
 
     def _let_in(self, sample: Any) -> None:
-        size = self.settings.measure(sample)
+        if (size := self._measure(sample)) is None:
+            self._failed.add(self._arrived)
+            return
         self.arrivals.add(sample, size.cost)
+        self._require_share(sample, size.kind)
         if self._fits(sample, size):
-            kind = self._class_of(sample)
             self._dropped_in_a_row = 0
-            self._add(_Held(sample, get_sample_restore_key(sample), size.length), size.cost, kind)
+            self._add(_Held(sample, get_sample_restore_key(sample), size.length), size.cost, size.kind)
             return
         self._dropped += 1
         self._dropped_in_a_row += 1
@@ -137,7 +151,7 @@ class StreamPool:
         self._held[self._next_number] = held
         self._next_number += 1
 
-    def _fits(self, sample: Any, size: Size) -> bool:
+    def _fits(self, sample: Any, size: Measured) -> bool:
         """Whether a sample may come in; one that costs more than a batch may is a batch of its own there."""
         budget, over = self.settings.max_tokens, self.settings.over_budget
         if budget is None or size.cost <= budget or over == "alone":
@@ -150,23 +164,20 @@ class StreamPool:
             "as much memory as it takes; or to 'drop', and such samples are left out and counted."
         )
 
-    def _class_of(self, sample: Any) -> Hashable:
-        if self.settings.class_fn is None:
-            return None
-        kind, shares = self.settings.class_fn(sample), self.settings.class_shares
-        if not isinstance(kind, str) or kind not in shares:
+    def _require_share(self, sample: Any, kind: Any) -> None:
+        shares = self.settings.class_shares
+        if shares is not None and (not isinstance(kind, str) or kind not in shares):
             raise ValueError(
                 f"sample {get_field(sample, '__key__')!r} is of class {kind!r}, which has no share: expected one of "
                 f"{', '.join(map(repr, shares))}. Give it a share in class_shares (or in the reference_lengths), or "
                 "let class_fn name another class."
             )
-        return kind
 
     # ---- saving and restoring
 
     def _take_snapshot(self) -> None:
         items = list(self._sorted.items())
-        self._arrived, self._again = 0, {}
+        self._arrived, self._failed, self._again = 0, set(), {}
         snapshot: dict[str, Any] = {
             "slots": self._slots,
             "worker": self._sorted.worker,
@@ -185,7 +196,7 @@ class StreamPool:
 
     def place(self) -> dict[str, Any]:
         slots = self._slots - self.snapshot["slots"] if self.snapshot else 0
-        changes = {"slots": slots, "again": dict(self._again), "dropped": self._dropped}
+        changes = {"slots": slots, "again": dict(self._again), "failed": sorted(self._failed), "dropped": self._dropped}
         return changes | {"arrivals": self.arrivals.state()}
 
     def restore(self, snapshot: dict[str, Any] | None, place: dict[str, Any]) -> None:
@@ -218,6 +229,7 @@ class StreamPool:
         assert self.snapshot is not None
         snapshot = self.snapshot
         self._slots, self._dropped, self._again = snapshot["slots"], snapshot["dropped"], dict(place["again"])
+        self._failed = set(place["failed"])
         self.arrivals.restore(snapshot["arrivals"])
         self._sorted = self._new_sorted(snapshot["worker"])
         classes = snapshot["classes"] or [None] * len(snapshot["keys"])
@@ -230,7 +242,7 @@ class StreamPool:
             block = self._take()
             numbers = list(block.numbers)
             for _ in range(self._again.get(self._slots - 1, 0)):
-                numbers += self._take_nearest(upstream, block.costs, block.kind)
+                numbers += self._take_nearest(upstream, block.costs, block.kind)[0]
             for number in numbers:
                 del self._held[number]
 

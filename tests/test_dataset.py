@@ -23,7 +23,7 @@ from test_stream import blocks, parity
 
 from lightning_lengthpool.dataset import LengthPoolDataset, PooledBatch
 from lightning_lengthpool.loader import TrainLoader
-from lightning_lengthpool.order import order_blocks
+from lightning_lengthpool.order import order_blocks, stream_draw
 from lightning_lengthpool.pool import PoolSettings
 from lightning_lengthpool.stream import HISTORY, Reference
 from lightning_lengthpool.task_encoder import length_pool
@@ -348,11 +348,6 @@ def test_a_postencode_may_yield_several_samples() -> None:
     assert sorted(b.lengths for b in out) == [(3, 3), (5, 5)]
 
 
-def test_a_bad_length_ends_the_iteration() -> None:
-    with pytest.raises(ValueError, match="sample '3' has the length -2"):
-        batches(pooled([5, 4, 3, -2, 5], pool_size=5))
-
-
 # ---- policy stream: budget, classes, reference
 
 
@@ -406,6 +401,17 @@ def test_a_batch_holds_one_class_also_after_a_failure() -> None:
     assert all(len({parity(length) for length in batch.lengths}) == 1 for batch in out)
     assert sorted(key for b in out for key in b.__key__) == sorted(str(i) for i in range(400) if str(i) not in bad)
     assert {batch.missed for batch in out} == {False, True}  # at the end one class runs out
+
+
+def test_a_slot_that_is_filled_again_from_another_class_is_a_miss() -> None:
+    lengths = [2] * 20 + [3]  # the one that is odd fails
+    settings = {"pool_size": 21, "batch_size": 1, "class_fn": by_parity, "class_shares": {"odd": 0.5, "even": 0.5}}
+    slots = [
+        (batch.missed, stream_draw(42, 0, slot).random() < 0.5, batch.lengths)  # in order of names: even first
+        for slot, batch in enumerate(batches(streamed(lengths, **settings, postencode=failing({"20"}, SkipSample))))
+    ]
+    assert {lengths for _, _, lengths in slots} == {(2,)} and len(slots) == 20
+    assert [missed for missed, _, _ in slots] == [not is_even for _, is_even, _ in slots]
 
 
 @pytest.mark.parametrize("kind", ["both", 3, None])

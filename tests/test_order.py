@@ -174,6 +174,7 @@ def test_a_batch_never_exceeds_its_budget_and_fills_it(
 ) -> None:
     start, stop = budget_block(np.array(costs, dtype=float), u, budget, batch_size, target, is_padded)
     block = costs[start:stop]
+    costs, block = [max(cost, 1) for cost in costs], [max(cost, 1) for cost in block]  # as they count
     cost = (lambda block: len(block) * block[-1]) if is_padded else sum
     assert block and len(block) <= (batch_size or 60)
     assert cost(block) <= budget or len(block) == 1
@@ -194,6 +195,26 @@ def test_a_sample_that_is_dearer_than_the_budget_is_alone() -> None:
 def test_batch_shares_add_up_to_the_batches() -> None:
     assert batch_shares(np.array([5.0, 5.0, 10.0, 11.0, 3.0]), 10).tolist() == [0.5, 0.5, 1, 1, pytest.approx(1 / 3)]
     assert batch_shares(np.array([0.0, 1.0]), 10, 4).tolist() == [0.25, 0.25]
+    assert batch_shares(np.array([0.0] * 50 + [0.5]), 10).tolist() == [0.1] * 50 + [0.05]
+
+
+@pytest.mark.parametrize("is_padded", [True, False])
+@pytest.mark.parametrize(("budget", "most"), [(8, 8), (8.5, 8), (0.5, 1)])
+def test_samples_that_cost_nothing_count_one_token_each(budget: float, most: int, is_padded: bool) -> None:
+    costs = np.zeros(50)
+    for top in (0, 7, 20, 49):
+        start, stop = fill_budget(costs, top, budget, None, is_padded)
+        assert stop - start == most and start <= top
+    for u in (0.0, 0.3, 0.999):
+        start, stop = budget_block(costs, u, budget, None, None, is_padded)
+        assert stop - start == most
+    assert fill_budget(costs, 20, budget, 3, is_padded) == (21 - min(3, most), 21)
+
+
+@pytest.mark.parametrize("is_padded", [True, False])
+def test_costs_below_one_count_as_they_are(is_padded: bool) -> None:
+    """A model may count in other units, say in seconds."""
+    assert fill_budget(np.full(50, 0.125), 40, 2, None, is_padded) == (25, 41)
 
 
 def test_a_class_is_drawn_by_the_shared_shares_and_a_little_by_what_is_held() -> None:

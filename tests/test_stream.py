@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from test_order import GOLDEN_LENGTHS
 
 from lightning_lengthpool.cost import idle_fraction
+from lightning_lengthpool.order import stream_draw
 from lightning_lengthpool.stream import Block, Reference, SortedPool
 
 LENGTHS = [*GOLDEN_LENGTHS, *(2 * length + 1 for length in GOLDEN_LENGTHS)]
@@ -178,19 +179,22 @@ def test_ranks_whose_pools_differ_in_size_see_the_same_lengths(settings: dict, a
     assert np.corrcoef(ranks).min() > 0.97
 
 
-def test_the_ranks_take_the_same_class_or_say_that_they_missed_it() -> None:
-    rng = np.random.default_rng(2)
-
-    def rank() -> list[Block]:
-        lengths = 2 * rng.choice(TRACE, 4000) + (rng.random(4000) < 0.2)  # one in five is odd
-        return [block for block, _ in blocks(lengths, 200, batch_size=4, shares={"even": 0.8, "odd": 0.2})][:900]
-
-    ranks = [rank(), rank()]
-    kinds = np.array([[block.kind for block in own] for own in ranks])
-    missed = np.array([[block.missed for block in own] for own in ranks])
-    # p = shares + 0.2 (own - shares): now and then that draws another class without a word
-    assert (kinds[0] == kinds[1])[~missed.any(axis=0)].mean() > 0.97
-    assert 0.15 < (kinds == "odd").mean() < 0.25 and missed.mean() < 0.05
+@pytest.mark.parametrize("settings", [{"batch_size": 4}, {"batch_size": None, "budget": 8000.0}], ids=str)
+def test_a_rank_says_where_it_takes_another_class_than_the_draw_that_all_share(settings: dict) -> None:
+    shares = {"even": 0.8, "odd": 0.2}
+    draws = [stream_draw(42, 0, slot).random() for slot in range(900)]
+    meant = ["even" if draw < 0.8 else "odd" for draw in draws]
+    missed: list[bool] = []
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        lengths = (2 * rng.choice(TRACE, 4500) + (rng.random(4500) < 0.2)).clip(max=7999)  # one in five is odd
+        found = [block for block, _ in blocks(lengths, 200, shares=shares, **settings)][:900]
+        assert [block.missed for block in found] == [
+            block.kind != own for block, own in zip(found, meant, strict=False)
+        ]
+        missed += [block.missed for block in found]
+        assert 0.1 < np.mean([block.kind == "odd" for block in found]) < 0.3
+    assert 0.001 < np.mean(missed) < 0.1  # the pool's own share has its part: p = shares + 0.2 (own - shares)
 
 
 def test_a_class_that_is_missing_leaves_its_slot_to_another() -> None:
@@ -203,18 +207,18 @@ def test_the_nearest_samples_are_taken_of_the_same_class() -> None:
     pool = SortedPool(seed=42, batch_size=2, shares={"even": 0.5, "odd": 0.5})
     for number, length in enumerate([2, 4, 8, 3, 5]):
         pool.add(number, length, parity(length))
-    assert pool.take_nearest([3, 7], "even") == [0, 2]
-    assert pool.take_nearest([1, 1], "even") == [1]
-    assert pool.take_nearest([1, 1], "even") == [3, 4]  # there is no other class left
-    assert pool.take_nearest([1], "odd") == []
+    assert pool.take_nearest([3, 7], "even") == ([0, 2], "even")
+    assert pool.take_nearest([1, 1], "even") == ([1], "even")
+    assert pool.take_nearest([1, 1], "even") == ([3, 4], "odd")  # there is no other class left
+    assert pool.take_nearest([1], "odd")[0] == []
 
 
 def test_the_nearest_samples_fit_into_the_budget() -> None:
     pool = SortedPool(seed=42, batch_size=None, budget=15)
     for number, length in enumerate([1, 6, 6, 6, 40]):
         pool.add(number, length)
-    assert pool.take_nearest([5, 5, 5]) == [0, 1]
-    assert pool.take_nearest([30]) == [4]
+    assert pool.take_nearest([5, 5, 5]) == ([0, 1], None)
+    assert pool.take_nearest([30]) == ([4], None)
 
 
 @pytest.mark.parametrize("shares", [None, {"even": 0.5, "odd": 0.5}], ids=["alike", "classes"])
@@ -265,6 +269,20 @@ def test_ranks_that_remember_agree_better(settings: dict) -> None:
 def test_samples_that_cost_nothing_leave_too() -> None:
     found = [block for block, _ in blocks([0.0] * 9, 4, batch_size=None, budget=5.0, shares={"even": 1.0, "odd": 0.0})]
     assert sum(len(block.numbers) for block in found) == 9
+
+
+@pytest.mark.parametrize("reference", [None, Reference({None: [0.0, 0.0, 5.0]})], ids=["alone", "reference"])
+@pytest.mark.parametrize("is_padded", [True, False])
+def test_a_batch_of_a_budget_has_no_more_samples_than_the_budget_has_tokens(
+    reference: Reference | None, is_padded: bool
+) -> None:
+    lengths = [0.0] * 900 + [5.0] * 100
+    np.random.default_rng(4).shuffle(lengths)
+    found = [
+        len(block.numbers)
+        for block, _ in blocks(lengths, 300, batch_size=None, budget=16.0, reference=reference, is_padded=is_padded)
+    ]
+    assert max(found) == 16 and sum(found) == 1000
 
 
 def test_the_distance_from_a_reference() -> None:
