@@ -264,8 +264,9 @@ def test_thinning_and_resuming_stream_the_file(tmp_path):
     tail = records(range(30_000, 30_001), ranks=1)
     tracemalloc.start()
     try:
-        StepsFile(file.path).start(30_000)
-        file.append(tail)
+        resumed = StepsFile(file.path, file.max_rows)
+        resumed.start(30_000)
+        resumed.append(tail)
         assert tracemalloc.get_traced_memory()[1] < size / 5
     finally:
         tracemalloc.stop()
