@@ -37,8 +37,8 @@ class Journal:
     """Keep the account of one `fit`, in bounded memory.
 
     Args:
-        base: Where the folder with `steps.csv`, `run.json` and `lengths.csv` lies, see `run_folder.claim`; None to write
-            nothing.
+        base: Where the folder of `steps.csv`, `run.json` and `lengths.csv` lies, see `run_folder.claim`; None to
+            write nothing.
         loggers: Loggers to write to.
         hosts: Host name of each data rank.
         workers: Worker processes of each data rank; None where that is not known.
@@ -88,8 +88,8 @@ class Journal:
             self._open(step, run)
         if self._file is not None and step > 0 and self.run != run:
             rank_zero_info(
-                f"SyncMonitor: the records before step {step} are not in {self._base}, which holds none of the run that "
-                f"this one goes on from; the others go to {self._file.path}"
+                f"SyncMonitor: {self._base} holds no records of the run that this one goes on from. Those from step "
+                f"{step} on go to {self._file.path}"
             )
 
     def _open(self, step: int, run: str | None) -> None:
@@ -98,6 +98,9 @@ class Journal:
         folder, self.run = claim(self._base, run)
         self._file = StepsFile(folder / "steps.csv", self._max_rows)
         self._file.start(step, ranks=len(self._hosts))
+        self._write_about(folder)
+
+    def _write_about(self, folder: Path) -> None:
         write_about(folder, About(self.run, list(self._hosts), list(self._workers), dict(self._settings)))
 
     @contextlib.contextmanager
@@ -137,17 +140,18 @@ class Journal:
         return self._log(by_step(steps), windows)
 
     def _append(self, steps: Mapping[str, Array]) -> None:
-        if self._file is None:
+        if self._file is None or self._base is None:
             return
         with self._writing():
             try:
                 self._file.append(steps)
             except TakenError as error:
-                first = int(steps["step"][0])
-                self._open(first, None)
+                folder, self.run = claim(self._base, None)
+                self._file.move(folder / "steps.csv")
+                self._write_about(folder)
                 rank_zero_warn(
-                    f"SyncMonitor: {error}, which went on from a checkpoint of this one. The records of this run from "
-                    f"step {first} on go to {self._file.path}"
+                    f"SyncMonitor: {error}, which went on from a checkpoint of this one. The records of this run, "
+                    f"earlier ones too, are now in {self._file.path}"
                 )
                 self._file.append(steps)
 

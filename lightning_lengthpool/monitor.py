@@ -70,7 +70,7 @@ class SyncMonitor(Callback):
     No two runs write one file. A run that begins where others have `sync` takes `sync_1`, `sync_2`, ...; the end of
     `fit` prints the file's path. A run that is resumed from a checkpoint continues that run's file, if the logger
     keeps its folder (give it a fixed `version`, or W&B's `id`): it drops the rows of the steps that it repeats. If the
-    run that made the checkpoint is still going, it moves to a new folder with a warning.
+    run that made the checkpoint is still going, its records move to a new folder, with a warning.
 
     A step is what lies between two gradient reductions: accumulated micro-batches are summed before ranks are
     compared. (Lightning itself exchanges a flag before every micro-batch, where accumulating ranks may wait for each

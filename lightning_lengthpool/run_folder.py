@@ -31,7 +31,7 @@ def base_folder(trainer: Trainer) -> Path:
     else:
         version = f"version_{logger.version}" if isinstance(logger.version, int) else logger.version
         parts = [os.fspath(logger.save_dir or trainer.default_root_dir), logger.name, version]
-        folder = "/".join(part for part in parts if part)
+        folder = "/".join(str(part) for part in parts if part not in (None, ""))
     if not is_remote(folder):
         return local_path(folder, "the logger's folder")
     local = stand_in(folder)

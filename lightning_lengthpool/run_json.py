@@ -72,7 +72,10 @@ _CHECKS: _Checks = {
 _SETTINGS: _Checks = {
     "policy": (lambda value: isinstance(value, str), "a text"),
     "pool_size": (_is_count, "an integer of at least 0"),
-    "batch_size": (lambda value: value is None or (_is_count(value) and value > 0), "an integer of at least 1, or null"),
+    "batch_size": (
+        lambda value: value is None or (_is_count(value) and value > 0),
+        "an integer of at least 1, or null",
+    ),
     "num_workers": (lambda value: value is None or _is_count(value), "an integer of at least 0, or null"),
     "max_tokens": (
         lambda value: value is None or (type(value) in (int, float) and 0 < value < math.inf),

@@ -129,6 +129,8 @@ def _read_lengths(path: Path, ranks: Array) -> list[Array] | None:
         if not (np.isfinite(rows).all() and (rows >= 0).all()):
             raise ValueError
     except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{path} cannot be read, expected the columns rank,tokens and numbers of at least 0; move it away") from None
+        raise ValueError(
+            f"{path} cannot be read, expected the columns rank,tokens and numbers of at least 0; move it away"
+        ) from None
     lengths = [rows[rows[:, 0] == rank, 1] for rank in ranks]
     return lengths if all(len(own) for own in lengths) else None

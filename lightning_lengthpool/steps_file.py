@@ -24,7 +24,7 @@ _HEADER = ",".join(COLUMNS) + "\n"
 _FORMAT = ",".join("%.6f" if name.endswith("seconds") else "%.15g" for name in COLUMNS) + "\n"
 
 
-class TakenError(Exception):
+class TakenError(OSError):
     """Another run has put its own file where this run's was."""
 
 
@@ -33,7 +33,7 @@ class StepsFile:
 
     It writes only to files that it made itself. So rows of two runs never meet in one, whenever a second run continues
     the file: that one begins with a copy of the rows that it keeps, which takes the path, and `append` of the first
-    raises `TakenError`.
+    raises `TakenError`, after which `move` brings its own rows elsewhere.
 
     A file that would grow beyond `max_rows` is thinned: it keeps every second block of `BLOCK` steps, later every
     fourth, and so on (step `s` stays if `s // BLOCK` is a multiple of 2, 4, ...), and from then on the rows of
@@ -57,6 +57,7 @@ class StepsFile:
         self._rows: int | None = None  # of the file; None before start
         self._every = 1  # one block in so many is kept: a power of two
         self._inode: tuple[int, int] | None = None  # of the file that this object made
+        self._descriptor = -1  # of that file
         self._release: weakref.finalize[..., StepsFile] | None = None
 
     def start(self, step: int, ranks: int | None = None) -> None:
@@ -122,6 +123,16 @@ class StepsFile:
             self._write("".join(lines).encode())
             self._rows += len(lines)
 
+    def move(self, path: Path) -> None:
+        """Go on at another path, with all rows so far, also if another run has taken the old one.
+
+        Raises:
+            OSError: If the rows cannot be read any more; nothing is written.
+        """
+        rows = _lines(Path(f"/proc/self/fd/{self._descriptor}"))  # it has no name any more
+        self.path = path
+        self._replace(rows)
+
     def is_taken(self) -> bool:
         """Whether another run has put its own file at the path."""
         return self.path.exists() and _inode(os.stat(self.path)) != self._inode
@@ -165,9 +176,9 @@ class StepsFile:
         """Remember the file as this object's; as long as it is open no other one gets its number."""
         if self._release is not None:
             self._release()
-        descriptor = os.dup(file.fileno())
-        self._release = weakref.finalize(self, os.close, descriptor)
-        self._inode = _inode(os.fstat(descriptor))
+        self._descriptor = os.dup(file.fileno())
+        self._release = weakref.finalize(self, os.close, self._descriptor)
+        self._inode = _inode(os.fstat(self._descriptor))
 
 
 def read_steps(path: str | Path) -> dict[str, Array]:

@@ -350,14 +350,15 @@ def test_nothing_is_left_on_the_module(tmp_path):
     assert not any(param._post_accumulate_grad_hooks for param in module.parameters())
 
 
-def test_a_second_fit_appends_and_a_fresh_one_starts_anew(tmp_path):
+def test_a_second_fit_appends_and_a_fresh_one_has_a_file_of_its_own(tmp_path):
     path = tmp_path / "sync" / "steps.csv"
     runner = fit(tmp_path, SyncMonitor())
     runner.fit_loop.max_epochs = 2
     runner.fit(Model(), Loader(0, 3))
     assert read_steps(path)["step"].tolist() == [0, 1, 2, 3, 4, 5]
     fit(tmp_path, SyncMonitor())
-    assert read_steps(path)["step"].tolist() == [0, 1, 2]
+    assert read_steps(path)["step"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert read_steps(tmp_path / "sync_1" / "steps.csv")["step"].tolist() == [0, 1, 2]
 
 
 def test_a_resumed_fit_replaces_the_steps_that_it_repeats(tmp_path):

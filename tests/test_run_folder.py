@@ -149,7 +149,9 @@ def test_the_folders(tmp_path):
         return str(base_folder(Trainer(logger=logger, default_root_dir=tmp_path)).relative_to(tmp_path))
 
     assert where(csv(tmp_path, "x")) == where(tensorboard(tmp_path, "x")) == "demo/x"
-    assert where(CSVLogger(tmp_path, name="demo")) == where(TensorBoardLogger(tmp_path, name="demo")) == "demo/version_0"
+    assert (
+        where(CSVLogger(tmp_path, name="demo")) == where(TensorBoardLogger(tmp_path, name="demo")) == "demo/version_0"
+    )
     assert where(FakeWandb(tmp_path, "x")) == "project/x"
     assert where(FakeMLFlow(tmp_path / "mlruns", "x")) == "mlruns/7/x"
     assert where(Database(tmp_path, "x")) == "7/x"
@@ -192,14 +194,13 @@ class AtStep(Callback):
 
 def test_a_run_whose_file_another_one_continues_moves_on_with_a_warning(tmp_path):
     other = AtStep(4, lambda: resume(tmp_path, False, 2, of=1, first=2))
-    with pytest.warns(UserWarning, match="another run writes .*sync/steps.csv.* from step 4 on go to .*sync_1"):
+    with pytest.warns(UserWarning, match="another run writes .*sync/steps.csv.* are now in .*sync_1"):
         fit(tmp_path, False, 1, steps=7, callbacks=[other])
     assert marks(tmp_path / "sync" / "steps.csv") == [1] * 2 + [2] * 4
-    moved = read_steps(tmp_path / "sync_1" / "steps.csv")
-    assert moved["step"].tolist() == [4, 5, 6] and moved["tokens"].tolist() == [25, 26, 27]
+    assert marks(tmp_path / "sync_1" / "steps.csv") == [1] * 7
     # and its later checkpoints know where
     resume(tmp_path, False, 3, of=1, first=6, steps=8)
-    assert read_steps(tmp_path / "sync_1" / "steps.csv")["tokens"].tolist() == [25, 26, 47, 48]
+    assert marks(tmp_path / "sync_1" / "steps.csv") == [1] * 6 + [3] * 2
     assert len(files(tmp_path)) == 2
 
 
@@ -224,15 +225,8 @@ def test_two_processes_at_once_never_mix_their_rows(tmp_path, resumed):
     command = [[sys.executable, str(script), *numbers, str(resumed)] for numbers in (("1", "2"), ("2", "1"))]
     running = [subprocess.Popen(one, env=environment, stdout=subprocess.DEVNULL) for one in command]
     assert [process.wait(120) for process in running] == [0, 0]
-    found = []
-    for file in files(tmp_path):
-        steps = read_steps(file)
-        of = {int((t - s - 1) / 10 - 1) for s, t in zip(steps["step"], steps["tokens"], strict=True)} - {5}
-        assert len(of) <= 1, file
-        found += of
-    assert set(found) == {1, 2}
-    if not resumed:
-        assert sorted(marks(file) for file in files(tmp_path)) == [[1] * 60, [2] * 60]
+    before = [5] * 2 if resumed else []
+    assert sorted(marks(file) for file in files(tmp_path)) == [before + [mark] * (60 - len(before)) for mark in (1, 2)]
 
 
 # ---- URLs
