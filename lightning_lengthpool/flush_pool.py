@@ -25,7 +25,6 @@ from lightning_lengthpool.pool import Entry, PoolSettings, Slot, rewind
 from lightning_lengthpool.state import from_plain, to_plain
 from lightning_lengthpool.stream import SNAPSHOT_SAMPLES
 
-
 _UNKNOWN = Measured(0.0, 0.0)  # of a sample that was measured when it was saved, and cannot be now
 
 
