@@ -6,9 +6,9 @@ pass, past whatever DDP exchanges before it, to the rank's last local gradient. 
 backward pass returns is waiting.
 """
 
-import itertools
 import math
 import socket
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from lightning_lengthpool.recorder import CudaStepRecorder, StepRecorder
 from lightning_lengthpool.records import COLUMNS
 from lightning_lengthpool.reservoir import Reservoir
 from lightning_lengthpool.run_folder import base_folder
-from lightning_lengthpool.store import gather
+from lightning_lengthpool.store import ALONE_SECONDS, gather
 
 SAMPLED_LENGTHS = 1000  # of each rank: enough for the advice at the end
 
@@ -102,8 +102,6 @@ class SyncMonitor(Callback):
         MisconfigurationException: When training starts, if neither the loader nor `length_fn` gives lengths.
     """
 
-    _fits = itertools.count()  # the same on all ranks
-
     def __init__(
         self,
         every_n_steps: int = 50,
@@ -160,7 +158,6 @@ class SyncMonitor(Callback):
         self._steps = 0
         self._finished = -1  # the last step whose micro-batches are all there
         self._rows = np.empty((0, len(COLUMNS)))
-        self._name = f"steps-{next(self._fits)}"
         self._flushes = 0
         # under tensor parallelism the global rank is not the data-parallel one; the sampler's is
         sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
@@ -174,7 +171,7 @@ class SyncMonitor(Callback):
         if measured:
             self._hooks = ComputeHooks(pl_module, self._recorder, is_ddp)
         settings = _settings(trainer)
-        hosts, workers = self._hosts_and_workers(trainer, settings.get("num_workers"))
+        hosts, workers, self._name = self._agree(trainer, settings.get("num_workers"))
         if trainer.is_global_zero:
             self.journal = Journal(
                 self._base,
@@ -290,7 +287,11 @@ class SyncMonitor(Callback):
         own = self._collect()
         last, self._flushes = f"{self._name}-{self._flushes}", self._flushes + 1
         if self.journal is None or len(own):
-            parts = gather(own, self._rank, self._ranks, f"{self._name}-{self._flushes}", last=last)
+            progress = trainer.fit_loop.epoch_loop.batch_progress.total
+            seconds = ALONE_SECONDS if progress.ready > progress.processed else None  # in a step others may be stuck
+            name, plain = f"{self._name}-{self._flushes}", torch.from_numpy(own)
+            tensors = gather(plain, self._rank, self._ranks, name, last=last, seconds=seconds)
+            parts = [None if tensor is None else tensor.numpy() for tensor in tensors]
             if self.journal is not None and all(part is not None for part in parts):
                 count = min(map(len, parts))  # a rank that fails may be a step behind
                 if count:
@@ -306,15 +307,16 @@ class SyncMonitor(Callback):
         torch.distributed.all_gather(parts, own)
         return torch.stack(parts).cpu()
 
-    def _hosts_and_workers(self, trainer: Trainer, num_workers: int | None) -> tuple[list[str], list[int | None]]:
-        """The host name and the number of workers of each data rank."""
-        own = socket.gethostname(), num_workers
+    def _agree(self, trainer: Trainer, num_workers: int | None) -> tuple[list[str], list[int | None], str]:
+        """The host name and the number of workers of each data rank, and a name in the store that was never used."""
+        own = socket.gethostname(), num_workers, uuid.uuid4().hex
         if trainer.world_size == 1:
-            return [own[0]], [own[1]]
+            return [own[0]], [own[1]], own[2]
         found: list[Any] = [None] * trainer.world_size
         torch.distributed.all_gather_object(found, (self._rank, own))
         by_rank = [of_rank for _, of_rank in sorted(dict(reversed(found)).items())]
-        return [host for host, _ in by_rank], [workers for _, workers in by_rank]
+        hosts, workers, _ = zip(*by_rank, strict=True)
+        return list(hosts), list(workers), found[0][1][2]
 
 
 def _settings(trainer: Trainer) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from lightning_lengthpool import checkpoint, cost
+from lightning_lengthpool import cost, store
 from lightning_lengthpool.monitor import SyncMonitor
 from lightning_lengthpool.records import by_step, summarize
 from lightning_lengthpool.steps_file import read_steps
@@ -128,7 +128,7 @@ class Alone(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if trainer.global_step == 2 and trainer.is_global_zero:
-            checkpoint.GATHER_SECONDS = 0.2
+            store.SECONDS = 0.2
             trainer._checkpoint_connector.dump_checkpoint(False)
 
 
