@@ -29,7 +29,13 @@ from lightning_lengthpool.ranks import Agreement, DataRank, check_data_rank, fin
 from lightning_lengthpool.reference import ReferenceLengths, batches_of, read_reference_lengths, with_reference
 from lightning_lengthpool.splits import split_size
 from lightning_lengthpool.store import is_distributed, is_rank_zero
-from lightning_lengthpool.task_encoder import check_encoder, length_pool, methods_not_stateless, require_length_pool
+from lightning_lengthpool.task_encoder import (
+    check_encoder,
+    length_pool,
+    methods_not_stateless,
+    methods_with_seeds,
+    require_length_pool,
+)
 
 _FIRST_BATCH_TIMEOUT = 600.0  # seconds until energon's watchdog speaks up: the first batch waits for a whole pool
 
@@ -397,6 +403,8 @@ class LengthPoolDataModule(LightningDataModule):
         except IncompleteStateError as error:
             self._say_start_over(str(error))
             self._state.forget()
+        if self._state.own is not None:
+            self._check_seeds(state_dict["settings"]["num_workers"])
 
     def _is_writer(self) -> bool:
         return self.trainer.is_global_zero if self.trainer is not None else is_rank_zero()
@@ -417,6 +425,23 @@ class LengthPoolDataModule(LightningDataModule):
                 "class of this data module: it was saved without one, or with a data module of another class"
             )
         return True
+
+    def _check_seeds(self, num_workers: int) -> None:
+        """The samples go on in another shape as well, but energon numbers them, and so seeds them, in another way.
+
+        Raises:
+            ValueError: If the encoder draws random numbers, and `resume` is 'exact'.
+        """
+        methods = methods_with_seeds(self.task_encoder)
+        if max(1, num_workers) == max(1, self.num_workers) or not methods:
+            return
+        what = (
+            f"the checkpoint was saved with num_workers {num_workers}, and now it is {self.num_workers}: the samples "
+            f"are those of the uninterrupted run, but {', '.join(methods)} would draw other random numbers"
+        )
+        if self.resume == "exact":
+            raise ValueError(f"resume is 'exact', but {what}. Set num_workers as it was, or resume to 'auto'.")
+        rank_zero_warn(f"the data do not go on exactly; {what}.")
 
     def _say_start_over(self, why: str) -> None:
         if self.resume == "exact":

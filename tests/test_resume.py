@@ -375,6 +375,19 @@ def test_each_logical_workers_stream_goes_on_in_another_shape(
         part.teardown("fit")
 
 
+def test_another_shape_with_other_random_numbers_is_no_exact_resume(dataset: Callable[..., Path]) -> None:
+    path = dataset(LENGTHS, shards=4)
+    state = saved_state(path, batches=8, num_workers=2)
+    other = {"num_workers": 1, "rank": 0, "world_size": 2}
+    with pytest.raises(ValueError, match="num_workers 2, and now it is 1.*NoisyEncoder.preencode_sample, .*other rand"):
+        module(path, resume="exact", **other).load_state_dict(state)
+    with pytest.warns(UserWarning, match="the data do not go on exactly.*NoisyEncoder.preencode_sample"):
+        module(path, **other).load_state_dict(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module(path, num_workers=2, resume="exact").load_state_dict(state)
+
+
 @pytest.mark.usefixtures("often")
 def test_a_streams_workers_agree_again_in_another_shape(dataset: Callable[..., Path]) -> None:
     """A worker's number is part of the draws: two workers of one rank become two ranks, which must draw the same."""
