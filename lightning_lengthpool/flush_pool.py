@@ -25,7 +25,6 @@ from lightning_lengthpool.pool import Entry, PoolSettings, Slot, rewind
 from lightning_lengthpool.state import from_plain, to_plain
 from lightning_lengthpool.stream import SNAPSHOT_SAMPLES
 
-
 _UNKNOWN = Measured(0.0, 0.0)  # of a sample that was measured when it was saved, and cannot be now
 
 
@@ -57,7 +56,7 @@ class _Samples:
         return self.held.pop(index), self.numbers.pop(index)
 
     def nearest(self, cost: float) -> tuple[float, int]:
-        """How far the nearest cost is, and the index of the first sample that has it; infinitely far without samples."""
+        """How far the nearest cost is, and the first index that has it; infinitely far if there is none."""
         if not self.held:
             return math.inf, 0
         distances = np.abs(np.array(self._costs) - cost)

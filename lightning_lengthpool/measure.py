@@ -9,7 +9,6 @@ from megatron.energon.task_encoder.base import get_failure_tolerance
 
 from lightning_lengthpool.pool import PoolSettings
 
-
 _FAILED = object()
 
 

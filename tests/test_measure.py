@@ -1,6 +1,5 @@
 """A function of the user's that fails for a sample costs that sample; what the settings refuse is an error at once."""
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
