@@ -56,7 +56,7 @@ class _Samples:
         return self.held.pop(index), self.numbers.pop(index)
 
     def nearest(self, cost: float) -> tuple[float, int]:
-        """How far the nearest cost is, and the index of the first sample that has it; infinitely far without samples."""
+        """How far the nearest cost is, and the first index that has it; infinitely far if there is none."""
         if not self.held:
             return math.inf, 0
         distances = np.abs(np.array(self._costs) - cost)
