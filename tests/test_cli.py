@@ -113,7 +113,7 @@ def test_compare_takes_what_fit_takes(cache: Path, tmp_path: Path) -> None:
     args = ["compare", *configs("demo"), "--data.init_args.batch_size", "4", "--policies", "none", "pool"]
     args += ["--data.init_args.pool_size=8", "--trainer.max_steps", "5", "--trainer.devices=1", "--seed_everything=7"]
     args += ["--trainer.strategy=auto", "--model.lr", "0.5", "--optimizer=SGD", "--optimizer.lr=0.1", "--out", "out"]
-    args += ["--trainer.limit_val_batches=1", "--trainer.callbacks+=lightning.pytorch.callbacks.Timer"]
+    args += ["--trainer.limit_val_batches=1", "--trainer.callbacks+=lightning.pytorch.callbacks.LearningRateMonitor"]
     for _ in range(2):  # the second comparison replaces the first
         done = run(args, cache, tmp_path)
     assert "6 steps a run: 5 were asked for" in done.stdout  # three pools of two batches
@@ -129,7 +129,7 @@ def test_compare_takes_what_fit_takes(cache: Path, tmp_path: Path) -> None:
         assert (data["policy"], data["batch_size"], data["pool_size"]) == (policy, 4, 8)
         assert ran["optimizer"]["class_path"] == "torch.optim.SGD" and ran["optimizer"]["init_args"]["lr"] == 0.1
         names = [callback["class_path"].rpartition(".")[2] for callback in ran["trainer"]["callbacks"]]
-        assert names == ["SyncMonitor", "Timer"]
+        assert names == ["SyncMonitor", "LearningRateMonitor"]
 
 
 def test_an_option_that_fit_does_not_take_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_advise_takes_the_options_of_fit(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     main(["advise", *configs("demo"), "--data.init_args.batch_size", "4", "--samples", "9", "--trainer.devices=3"])
     ((config, rest),) = given
-    assert config["data"]["init_args"]["batch_size"] == 4 and config["trainer"]["devices"] == 3
+    assert config["data"]["init_args"]["batch_size"] == 4 and int(config["trainer"]["devices"]) == 3
     assert rest == {"samples": 9, "out": "runs/advise"}
 
 
