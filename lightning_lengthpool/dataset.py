@@ -129,11 +129,21 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
             setattr(self, name, SampleIndex(self.worker_config, src=self))
 
     def __iter__(self) -> Iterator[PooledBatch]:
-        if (state := self.resume_from.pop(self.worker_config.rank_worker_id(), None)) is not None:
-            self.restore_state(state)
-        self.pool.arrivals.tolerance = self.skip_tolerance
-        self.pool.arrivals.buffered = sum(map(_buffered, parts_of(self.dataset)))
-        upstream, sent = self.pool.start(lose_pool=self.lose_pool), None
+        state = self.resume_from.pop(self.worker_config.rank_worker_id(), None)
+        try:
+            if state is not None:
+                self.restore_state(state)
+            self.pool.arrivals.tolerance = self.skip_tolerance
+            self.pool.arrivals.buffered = sum(map(_buffered, parts_of(self.dataset)))
+            upstream, sent = self.pool.start(lose_pool=self.lose_pool), None
+        except (AssertionError, AttributeError, IndexError, KeyError, TypeError) as error:
+            if state is None:
+                raise
+            raise ValueError(
+                f"rank {self.worker_config.rank}, worker {self.worker_config.rank_worker_id()}: its part of the data "
+                f"state in the checkpoint cannot be restored ({error!r}): it is damaged, or energon reads another one "
+                "now. To let the data start from the beginning on purpose set 'resume: fresh'."
+            ) from error
         warning = self._check_replay()
         while (batch := self._next_batch(upstream)) is not None:
             batch.place = self._place()

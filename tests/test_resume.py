@@ -510,6 +510,31 @@ def test_a_malformed_state_is_one_error(dataset: Callable[..., Path], damage: An
         module(path).load_state_dict(state)
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    ("policy", "damage"),
+    [
+        ("pool", lambda worker: worker["snapshot"].pop("data")),
+        ("pool", lambda worker: worker["snapshot"].update(data={"__class__": "Other"})),
+        ("pool", lambda worker: worker["place"]["pool"].pop("cursor")),
+        ("stream", lambda worker: worker["snapshot"].pop("costs")),
+        ("stream", lambda worker: worker["snapshot"].update(history=5)),
+        ("stream", lambda worker: worker["place"]["pool"].update(slots="many")),
+    ],
+)
+def test_a_workers_malformed_state_is_named_with_its_rank(
+    dataset: Callable[..., Path], num_workers: int, policy: str, damage: Any
+) -> None:
+    path = dataset(LENGTHS)
+    state = saved_state(path, policy=policy, num_workers=num_workers)
+    damage(state["ranks"][0]["workers"][0])
+    part = module(path, policy=policy, num_workers=num_workers)
+    part.load_state_dict(state)
+    with pytest.raises(ValueError, match="rank 0, worker 0: its part of the data state.*cannot be restored.*fresh"):
+        next(iter(part.train_dataloader()))
+    part.teardown("fit")
+
+
 @pytest.mark.parametrize("nothing", [[1], 5, "state", {"weights": 1}])
 def test_what_is_no_state_at_all_is_the_same_error(dataset: Callable[..., Path], nothing: Any) -> None:
     with pytest.raises(ValueError, match=r"data state in the checkpoint.*resume: fresh"):
