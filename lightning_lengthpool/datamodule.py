@@ -9,10 +9,8 @@ from typing import Any, Literal
 
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from megatron.energon import SavableDataLoader, TaskEncoder, WorkerConfig, get_savable_loader, get_train_dataset
 
-from lightning_lengthpool.checkpoint import FRESH, IncompleteStateError, check_settings_fit
 from lightning_lengthpool.checks import check_numbers, check_settings, check_training, try_encoder
 from lightning_lengthpool.classes import packed_class
 from lightning_lengthpool.cost_models import CostModel
@@ -21,12 +19,12 @@ from lightning_lengthpool.data_state import DataState
 from lightning_lengthpool.dataset import LengthPoolDataset
 from lightning_lengthpool.evaluation import check_evaluation, evaluation_loader, prediction_split
 from lightning_lengthpool.fit_progress import FitProgress
-from lightning_lengthpool.handover import Handover, trains_a_copy
 from lightning_lengthpool.loader import EvalLoader, State, TrainLoader
 from lightning_lengthpool.paths import data_path, file_path
 from lightning_lengthpool.pool import PoolSettings, PoolWarmup, check_integer, require_stream
 from lightning_lengthpool.ranks import Agreement, DataRank, check_data_rank, find_data_rank
 from lightning_lengthpool.reference import ReferenceLengths, batches_of, read_reference_lengths, with_reference
+from lightning_lengthpool.resume import Resume
 from lightning_lengthpool.splits import split_size
 from lightning_lengthpool.store import is_distributed, is_rank_zero
 from lightning_lengthpool.task_encoder import (
@@ -203,8 +201,7 @@ class LengthPoolDataModule(LightningDataModule):
         self._reference: ReferenceLengths | None = None
         self._batches_of_a_sample: float | None = None  # with a token budget, once it is estimated
         self._eval_loader: EvalLoader | None = None
-        self._state, self._handover = DataState(), Handover()
-        self._has_arrived = False  # a checkpoint's state, in this fit
+        self._resume = Resume(resume, type(self).__qualname__, methods_with_seeds(task_encoder))
 
     def setup(self, stage: str) -> None:
         """Check the data on all ranks alike, before any loader or worker exists.
@@ -232,8 +229,9 @@ class LengthPoolDataModule(LightningDataModule):
             raise ValueError(f"the data could not be set up on {failed} other rank(s): see their messages")
         if stage == "fit":
             self._agree(agreement)
-            self._has_arrived = False
-            self._take_up_handover(agreement)
+            self._resume.begin_fit()
+            settings = self._saved_settings()
+            self._resume.take_up_handover(settings, agreement, self.data_rank, keep=self._is_writer())
 
     def _agree(self, agreement: Agreement) -> None:
         """Check that what the order depends on is the same on all ranks; each rank asks the same questions."""
@@ -248,7 +246,7 @@ class LengthPoolDataModule(LightningDataModule):
                 f"reference_lengths is {str(self.reference_lengths)!r}, but the file differs between the ranks (here "
                 f"it has {self._reference}): they would aim at different lengths. Give all ranks the same file."
             )
-        settings = self._saved_settings(self._worker_config(self.num_workers))
+        settings = self._saved_settings()
         if not agreement.is_same(data_fingerprint(settings.pop("path"))):
             raise ValueError(
                 f"path is {str(self.path)!r}, where some ranks find other training data than others (old copies on "
@@ -268,12 +266,9 @@ class LengthPoolDataModule(LightningDataModule):
         """
         self._state.close()
         data_rank, agreement = self.data_rank, self._agreement()
-        self._take_up_handover(agreement)
-        settings = self._saved_settings(self._worker_config(self.num_workers))
-        if self._state.own is not None:
-            self._check_unchanged(settings)
-        if data_rank.world_size > 1:
-            self._state.align(agreement)
+        settings = self._saved_settings()
+        self._resume.take_up_handover(settings, agreement, data_rank, keep=self._is_writer())
+        self._resume.prepare(settings, agreement, data_rank)
         length, progress = self._epoch_length(data_rank.world_size), FitProgress(self.trainer)
         loader = TrainLoader(self._build, length, self._state.own, progress, self.boundary)
         self._state.attach(loader, settings, data_rank, agreement, self.trainer)
@@ -281,7 +276,7 @@ class LengthPoolDataModule(LightningDataModule):
 
     def _build(self, state: State | None) -> tuple[SavableDataLoader, LengthPoolDataset, State | None]:
         """Make energon's loader, when the first batch is asked for: by then a checkpoint's state has come."""
-        if self._lacks_state():
+        if self._resume.lacks_state(self.trainer):
             state = None
         worker_config = self._worker_config(self.num_workers)
         dataset, pool = self._train_dataset(worker_config, self._pool_settings(), self.failure_tolerance)
@@ -340,9 +335,7 @@ class LengthPoolDataModule(LightningDataModule):
         """Stop the workers; where they stand in the training data is kept, for a checkpoint or another `fit`."""
         self._close()
         if stage == "fit":
-            self._state.finish(self.data_rank, is_writer=self._is_writer())
-            if trains_a_copy(self.trainer):
-                self._hand_over()
+            self._resume.end_fit(self.trainer, self.data_rank, is_writer=self._is_writer())
         if stage == "fit" and self.dropped:
             warnings.warn(
                 f"{self.dropped} samples of rank {self.data_rank.rank} cost more than max_tokens "
@@ -376,7 +369,7 @@ class LengthPoolDataModule(LightningDataModule):
         They are the states after the last batch that was trained on, also in the middle of a step. Without a trainer
         that is the last batch that the loader has handed out.
         """
-        self._state.handed = self._handover.find() or self._state.handed
+        self._resume.find_handover()
         return self._state.save(self.data_rank, is_writer=self._is_writer())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -389,109 +382,23 @@ class LengthPoolDataModule(LightningDataModule):
         trainer = self.trainer
         if trainer is not None and trainer.state.fn not in (None, TrainerFn.FITTING):
             return  # an evaluation of the checkpoint's weights: training goes on from where it stands
-        if not state_dict:
-            return  # as if there were none
-        self._has_arrived = True
-        if self.resume == "fresh":
-            rank_zero_info("resume is 'fresh': the data start from the beginning, whatever the checkpoint holds")
-            self._state.forget()
-            return
         accumulated = 1 if trainer is None else trainer.accumulate_grad_batches
-        settings = self._saved_settings(self._worker_config(self.num_workers))
-        try:
-            self._state.load(state_dict, settings, self.data_rank.rank, accumulated=accumulated, keep=self._is_writer())
-        except IncompleteStateError as error:
-            self._say_start_over(str(error))
-            self._state.forget()
-        if self._state.own is not None:
-            self._check_seeds(state_dict["settings"]["num_workers"])
+        arguments = {"accumulated": accumulated, "keep": self._is_writer()}
+        self._resume.load(state_dict, self._saved_settings(), self.data_rank.rank, **arguments)
+
+    @property
+    def _state(self) -> DataState:
+        return self._resume.state
 
     def _is_writer(self) -> bool:
         return self.trainer.is_global_zero if self.trainer is not None else is_rank_zero()
 
-    def _lacks_state(self) -> bool:
-        """Whether training goes on from a checkpoint that has no state for this data module; says so once.
-
-        Raises:
-            ValueError: If so, and `resume` is 'exact'.
-        """
-        trainer = self.trainer
-        if trainer is None or trainer.state.fn != TrainerFn.FITTING or not trainer.ckpt_path or self._has_arrived:
-            return False
-        self._has_arrived = True  # once is enough
-        if self.resume != "fresh":
-            self._say_start_over(
-                f"the checkpoint {trainer.ckpt_path} has no data state under the name {type(self).__qualname__!r}, the "
-                "class of this data module: it was saved without one, or with a data module of another class"
-            )
-        return True
-
-    def _check_seeds(self, num_workers: int) -> None:
-        """The samples go on in another shape as well, but energon numbers them, and so seeds them, in another way.
-
-        Raises:
-            ValueError: If the encoder draws random numbers, and `resume` is 'exact'.
-        """
-        methods = methods_with_seeds(self.task_encoder)
-        if max(1, num_workers) == max(1, self.num_workers) or not methods:
-            return
-        what = (
-            f"the checkpoint was saved with num_workers {num_workers}, and now it is {self.num_workers}: the samples "
-            f"are those of the uninterrupted run, but {', '.join(methods)} would draw other random numbers"
-        )
-        if self.resume == "exact":
-            raise ValueError(f"resume is 'exact', but {what}. Set num_workers as it was, or resume to 'auto'.")
-        rank_zero_warn(f"the data do not go on exactly; {what}.")
-
-    def _say_start_over(self, why: str) -> None:
-        if self.resume == "exact":
-            raise ValueError(f"resume is 'exact', but {why}. {FRESH}")
-        rank_zero_warn(f"{why}. So the data start from the beginning: samples that the model has seen come again.")
-
-    def _hand_over(self) -> None:
-        """Leave the state to the module of which this one is a copy."""
-        if self._is_writer():
-            self._handover.leave(self._state.save(self.data_rank, is_writer=True))
-        rank_zero_warn(
-            "this strategy trains in processes of its own: the data module gets its data state back from them, but a "
-            "checkpoint that trainer.save_checkpoint writes after this fit has none. Save during the fit, with "
-            "ModelCheckpoint; 'resume: exact' refuses the other one."
-        )
-
-    def _take_up_handover(self, agreement: Agreement) -> None:
-        """Go on from where a trainer's copies of this module have ended."""
-        handed = self._handover.find() or self._state.handed
-        having = agreement.ranks_with(handed is not None)
-        if not having:
-            return
-        data_rank = self.data_rank
-        try:
-            if handed is None or having < data_rank.world_size:
-                raise ValueError("not all machines have the state of the fit before, which trained in other processes")
-            settings = self._saved_settings(self._worker_config(self.num_workers))
-            self._state.load(handed, settings, data_rank.rank, accumulated=1, keep=self._is_writer())
-        except ValueError as error:
-            self._state.forget()
-            rank_zero_warn(f"the data start from the beginning: {error}")
-
-    def _check_unchanged(self, settings: dict[str, Any]) -> None:
-        """Begin from the beginning where the settings were changed since the data began, as a Tuner does."""
-        before = self._state.settings
-        try:
-            for name in ("ranks", "num_workers"):
-                if before[name] != settings[name]:
-                    raise ValueError(f"{name} was {before[name]} and is {settings[name]}")
-            check_settings_fit(before, settings)
-        except ValueError as error:
-            rank_zero_warn(f"the data start from the beginning, for their settings have changed: {error}")
-            self._state.forget()
-
-    def _saved_settings(self, config: WorkerConfig) -> dict[str, Any]:
-        """What the place in the data depends on."""
+    def _saved_settings(self) -> dict[str, Any]:
+        """What the state of the data depends on."""
         settings = self._pool_settings()
         self._data = self._data or describe_data(self.path, "train")
         numbers = {
-            "ranks": config.world_size,
+            "ranks": self.data_rank.world_size,
             "num_workers": self.num_workers,
             "batch_size": self.batch_size,
             "pool_size": settings.pool_size,
@@ -571,7 +478,7 @@ class LengthPoolDataModule(LightningDataModule):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy (`copy.deepcopy`, `pickle`) stands where this one stands in the data, without trainer and loaders."""
-        self._state.handed = self._handover.find() or self._state.handed
+        self._resume.find_handover()
         return vars(self) | {"trainer": None, "_eval_loader": None}
 
     # ---- what the two kinds of loaders are made of

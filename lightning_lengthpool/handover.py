@@ -27,18 +27,21 @@ class Handover:
     def __init__(self) -> None:
         self._file = Path(tempfile.gettempdir()) / f"lengthpool-{uuid.uuid4().hex}.pt"
         self._home = os.getpid()
+        self._is_known = False  # in a copy: what lies there now, for it may have left it itself
         weakref.finalize(self, _remove, self._file, self._home)
 
     def leave(self, state: dict[str, Any]) -> None:
         """Leave a plain state, in place of the one before."""
+        self._is_known = True
         new = self._file.with_suffix(".new")
         torch.save(state, new)
         new.replace(self._file)
 
     def find(self) -> dict[str, Any] | None:
-        """The state that was left last, None if there is none; the module itself takes it away."""
-        if not self._file.exists():
+        """The state that was left last, None if there is none, or none that was not found before."""
+        if self._is_known or not self._file.exists():
             return None
+        self._is_known = os.getpid() != self._home  # the module itself takes it away
         state: dict[str, Any] = torch.load(self._file, weights_only=True)
         _remove(self._file, self._home)
         return state

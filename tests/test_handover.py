@@ -12,6 +12,9 @@ from test_datamodule import LENGTHS
 SCRIPT = """
 import sys
 from pathlib import Path
+
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from test_datamodule import Recorder, data, trainer
 
 path, folder, strategy = sys.argv[1:]
@@ -24,8 +27,8 @@ class Writer(Recorder):
         return super().training_step(batch)
 
 
-def fit(module, steps, **kwargs):
-    settings = dict(devices=2, strategy=strategy, max_steps=steps, max_epochs=-1, num_sanity_val_steps=0)
+def fit(module, steps, settings={}, **kwargs):
+    settings = dict(devices=2, strategy=strategy, max_steps=steps, max_epochs=-1, num_sanity_val_steps=0) | settings
     run = trainer(Path(folder), **settings)
     run.fit(Writer(), module, **kwargs)
     return run
@@ -36,7 +39,11 @@ if __name__ == "__main__":
     run = fit(module, 5)
     assert module.state_dict()["batches"] == 5 and len(module.state_dict()["ranks"]) == 2
     run.save_checkpoint(f"{folder}/after.ckpt")
-    fit(module, 4)
+    save = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1)
+    fit(module, 4, settings={"callbacks": [save], "enable_checkpointing": True, "limit_train_batches": 3,
+        "reload_dataloaders_every_n_epochs": 1})
+    saved = torch.load(f"{folder}/step=4.ckpt", weights_only=True)["LengthPoolDataModule"]
+    assert saved["batches"] == 9, saved["batches"]
     assert module.state_dict()["batches"] == 9
     try:
         fit(data(path, num_workers=1, resume="exact"), 12, ckpt_path=f"{folder}/after.ckpt")
