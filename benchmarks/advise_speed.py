@@ -1,16 +1,19 @@
 """How long the predictions of `advise` take, and how often their intervals hold.
 
     python benchmarks/advise_speed.py
+    python benchmarks/advise_speed.py --lengths 10000000
     python benchmarks/advise_speed.py --coverage FILE.csv [--trials 100] [--samples 5000]
 
 The first predicts for 20,000 lengths, 5 pool sizes, 3 policies and 8, 64 and 512 ranks, 1,000 steps a case. The
-coverage draws some of the lengths in a file (column `tokens`) again and again, predicts from these, and counts how
-often the interval holds the mean of long simulations on all of them.
+second writes a file of so many lengths, and lets `advise --lengths` advise on it for 64 ranks. The coverage draws
+some of the lengths in a file (column `tokens`) again and again, predicts from these, and counts how often the
+interval holds the mean of long simulations on all of them.
 """
 
 import argparse
 import itertools
 import resource
+import tempfile
 import time
 from pathlib import Path
 
@@ -18,6 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from lightning_lengthpool.advise import advise_lengths
 from lightning_lengthpool.predict import Case, Lengths, predict
 
 POOL_SIZES = (100, 300, 1000, 3000, 10_000)
@@ -59,15 +63,33 @@ def coverage(lengths: np.ndarray, samples: int, trials: int, batch_size: int) ->
     return table
 
 
+def advise_on_file(count: int) -> float:
+    """Seconds of `advise --lengths` on a file of so many lengths."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "in.csv"
+        lengths = np.random.default_rng(0).lognormal(6, 1, count).round()
+        with path.open("w") as file:
+            file.write("tokens\n")
+            for start in range(0, count, 100_000):
+                file.writelines(f"{length:.0f}\n" for length in lengths[start : start + 100_000])
+        del lengths
+        started = time.perf_counter()
+        advise_lengths(str(path), world_size="64", batch_size=4, out=f"{folder}/out")
+        return time.perf_counter() - started
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--coverage", type=Path, metavar="FILE.csv")
+    parser.add_argument("--lengths", type=int, metavar="N")
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--samples", type=int, default=5000)
     parser.add_argument("--batch_size", type=int, default=4)
     options = parser.parse_args()
     if options.coverage is None:
-        for batch_size in (1, 4):
+        if options.lengths is not None:
+            print(f"{options.lengths:,} lengths: {advise_on_file(options.lengths):.1f} s", flush=True)
+        for batch_size in () if options.lengths is not None else (1, 4):
             print(f"batch size {batch_size}: {sweep(batch_size):.1f} s", flush=True)
         peak = sum(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
         print(f"memory at most {peak / 1e6:.2f} GB for this process and the largest of the others")

@@ -127,7 +127,8 @@ def within_limit(seen: Evidence) -> Check:
     lengths = seen.survey.lengths
     count, longest = int((lengths > limit).sum()), float(lengths.max())
     if not count:
-        return passed(key, title, f"the longest has {number(longest)} of {limit:,} tokens ({name})")
+        drawn = "" if seen.survey.drawn_from is None else " of those drawn"
+        return passed(key, title, f"the longest{drawn} has {number(longest)} of {limit:,} tokens ({name})")
     return found(
         key,
         title,

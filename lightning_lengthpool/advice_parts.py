@@ -119,6 +119,7 @@ class Distribution:
         variance: "no", "low", "moderate" or "high": in words.
         outliers: The longest 1 % and 5 % of the samples; empty if there are too few, or only one rank.
         dominates: Whether the longest 5 % cause more than half of the waiting.
+        drawn_from: The number of lengths from which these were drawn at random; None if all are here.
     """
 
     count: int
@@ -130,6 +131,7 @@ class Distribution:
     variance: Literal["no", "low", "moderate", "high"]
     outliers: tuple[Outliers, ...]
     dominates: bool
+    drawn_from: int | None = None
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,10 @@ def _table(is_plain: bool, title: str = "") -> Table:
 
 def _distribution(advice: Advice, is_plain: bool) -> Iterator[RenderableType]:
     found = advice.distribution
+    if found.drawn_from is not None:
+        yield _bullet(
+            f"{found.drawn_from:,} lengths, of which {found.count:,} drawn at random were used: the figures are theirs"
+        )
     words = {
         "no": "the lengths are nearly equal",
         "low": "low variance: lengths differ little",

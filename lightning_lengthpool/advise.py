@@ -8,19 +8,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from tqdm import tqdm
 
 from lightning_lengthpool.advice_report import print_advice
 from lightning_lengthpool.advisor import Advice, Plan, advise
 from lightning_lengthpool.datamodule import LengthPoolDataModule
+from lightning_lengthpool.lengths_file import read_lengths
+from lightning_lengthpool.out_folder import make_out
+from lightning_lengthpool.paths import file_path
 from lightning_lengthpool.plans import limit, machine_bytes, make_data, plan_of, workers_by_rank
 from lightning_lengthpool.pool import check_integer, check_positive
-from lightning_lengthpool.reference import read_lengths
 from lightning_lengthpool.report import write_json
 from lightning_lengthpool.runs import Run, load_run
 from lightning_lengthpool.survey import Survey, survey, survey_of_lengths
 
-LENGTHS = "lengths.csv"  # in the folder of the results
+ADVICE, FIGURE, LENGTHS = "advice.json", "advice.png", "lengths.csv"  # in the folder of the results
+MOST = 200_000  # lengths of a file that are used: more take minutes and gigabytes, and hardly tell more
 
 
 class _Subject(NamedTuple):
@@ -63,7 +67,7 @@ def advise_config(
     measured = None if run is None else load_run(run)
     module = make_data(config)
     plan, notes = plan_of(module, config, worlds, max_length, measured)
-    _make_folder(out)
+    _make_folder(out, module.reference_lengths)
     plan = replace(plan, lengths_file=str(Path(out) / LENGTHS))
     found = _read(module, plan.world_size, samples, out)
     return _advise(_Subject(found, plan, notes), worlds, measured, out)
@@ -83,7 +87,8 @@ def advise_lengths(
     """Advise on a file of lengths alone, and print and write the advice.
 
     Args:
-        lengths: A CSV file with a column `tokens`, and maybe `class` and `rank`.
+        lengths: A CSV file with a column `tokens`, and maybe `class` and `rank`. Of more than 200,000 lengths as many
+            are drawn at random, the same ones each time, and the advice says so.
         world_size: As for `advise_config`; None only with a column `rank`, for as many as it names.
         batch_size: Samples of a batch; with `max_tokens` at most, or None.
         pool_size: Samples of a worker's pool; None if there is none yet.
@@ -109,17 +114,19 @@ def advise_lengths(
             f"--pool_size is {pool_size}, less than --batch_size {batch_size}: expected 10 to 100 times it"
         )
     measured = None if run is None else load_run(run)
+    lengths = str(file_path(lengths, "--lengths"))
     rows = read_lengths(lengths, "--lengths", has_ranks=True)
-    ranks = [row.rank for row in rows if row.rank is not None]
-    if not worlds and not ranks:
+    if not worlds and rows.ranks is None:
         raise ValueError(f"--lengths needs --world_size, for {lengths!r} has no column 'rank'")
+    used = rows.sample(MOST)
     found = survey_of_lengths(
-        [row.tokens for row in rows],
-        ranks=worlds[0] if worlds else len(set(ranks)),
-        classes=None if rows[0].kind is None else [str(row.kind) for row in rows],
-        rank_of=ranks or None,
+        used.tokens,
+        ranks=worlds[0] if worlds else len(np.unique(rows.ranks)),
+        classes=used.labels(),
+        rank_of=used.ranks,
+        drawn_from=len(rows) if len(used) < len(rows) else None,
     )
-    over = 0 if max_tokens is None else sum(row.tokens > max_tokens for row in rows)
+    over = 0 if max_tokens is None else int((rows.tokens > max_tokens).sum())
     plan = Plan(
         policy="none" if not pool_size else "pool" if max_tokens is None else "stream",
         pool_size=pool_size or 0,
@@ -135,7 +142,9 @@ def advise_lengths(
     notes = (
         [f"{over} samples alone cost more than --max_tokens {max_tokens:g}: each is a batch of its own"] if over else []
     )
-    _make_folder(out)
+    if len(used) < len(rows):
+        notes.append(f"the longest of all {len(rows):,} lengths has {float(rows.tokens.max()):,.15g} tokens")
+    _make_folder(out, lengths)
     _write_lengths(found, out, source=lengths)
     return _advise(_Subject(found, plan, notes), worlds, measured, out)
 
@@ -160,12 +169,15 @@ def _worlds(text: str | None) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _make_folder(out: str) -> None:
+def _make_folder(out: str, source: str | Path | None) -> None:
     """Before the data are read: a folder that cannot be written to shows at once."""
-    try:
-        Path(out).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out is {out!r}, expected a folder that can be written to: {error}") from error
+    make_out(out, [ADVICE, FIGURE, *([] if _is_in_use(out, source) else [LENGTHS])])
+
+
+def _is_in_use(out: str, source: str | Path | None) -> bool:
+    """Whether the lengths in the folder are those that the advice, or training, takes: they are not written over."""
+    path = Path(out) / LENGTHS
+    return source is not None and path.exists() and Path(source).exists() and path.samefile(source)
 
 
 def _refuse_launchers() -> None:
@@ -192,8 +204,8 @@ def _advise(subject: _Subject, worlds: Sequence[int], run: Run | None, out: str)
     from lightning_lengthpool import figures  # Matplotlib takes its time to load
 
     folder = Path(out)
-    write_json(advice.as_json(), folder / "advice.json")
-    (folder / "advice.png").write_bytes(figures.png(figures.advice_figure(advice)))
+    write_json(advice.as_json(), folder / ADVICE)
+    (folder / FIGURE).write_bytes(figures.png(figures.advice_figure(advice)))
     print(f"Lengths: {subject.plan.lengths_file}. Written: {folder / 'advice.json'} and {folder / 'advice.png'}")
     return advice
 
@@ -214,7 +226,7 @@ def _shown_on(bar: Any) -> Callable[[int, int], None]:
 def _write_lengths(found: Survey, out: str, source: str | Path | None = None) -> None:
     """Write the lengths, as `reference_lengths` reads them; never over the file that they come from, or one in use."""
     path = Path(out) / LENGTHS
-    if source is not None and path.exists() and path.samefile(source):
+    if _is_in_use(out, source):
         print(f"Kept as it is, for it is in use: {path}")
         return
     kinds = found.classes

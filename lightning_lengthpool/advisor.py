@@ -118,7 +118,10 @@ def advise(
     return Advice(
         plan=plan,
         pool=_said_of_pool(plan),
-        distribution=describe(lengths, plan.world_size if plan.world_size > 1 else max(worlds), max(1, round(batch))),
+        distribution=replace(
+            describe(lengths, plan.world_size if plan.world_size > 1 else max(worlds), max(1, round(batch))),
+            drawn_from=survey.drawn_from,
+        ),
         basis=price.basis,
         today=today,
         predictions=tuple(found),

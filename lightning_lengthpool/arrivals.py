@@ -25,11 +25,12 @@ class Arrivals:
     """The samples that have come into one worker's pool.
 
     Attributes:
-        limit: Samples that may be read in a row before one comes in; 0 for any number.
+        tolerance: Samples that may be read in a row before one comes in; 0 for any number.
+        buffered: How many more energon's own buffers hold back.
     """
 
     def __init__(self) -> None:
-        self.limit = 0
+        self.tolerance = self.buffered = 0
         self.reset()
 
     def reset(self) -> None:
@@ -43,8 +44,9 @@ class Arrivals:
             StarvedError: If too many were read in a row and none has come in.
         """
         self._read += 1
-        if self.limit and self._read > self.limit:
-            starve(worker_config, f"{self._read - 1} samples were read in a row and none came into the pool")
+        if self.tolerance and self._read > self.tolerance + self.buffered:
+            what = f"{self._read - 1} samples were read in a row and none came into the pool"
+            starve(worker_config, what, self.tolerance)
 
     def add(self, sample: Any, cost: float) -> None:
         """Count a sample that comes in."""
@@ -113,10 +115,10 @@ class Replay:
         )
 
 
-def starve(worker_config: WorkerConfig, what: str) -> NoReturn:
+def starve(worker_config: WorkerConfig, what: str, tolerance: int) -> NoReturn:
     """Raise a `StarvedError` that says what was skipped by whom, and the way out."""
     raise StarvedError(
-        f"rank {worker_config.rank}, worker {worker_config.rank_worker_id()}: {what}, more than skip_tolerance allows; "
-        "all other ranks wait for this one. The task encoder skips them (SkipSample), yields nothing for them or fails "
-        "on them: correct it, or leave such samples out of the data set. Or raise skip_tolerance; 0 sets no limit."
+        f"rank {worker_config.rank}, worker {worker_config.rank_worker_id()}: {what} (skip_tolerance is {tolerance}), "
+        "and all other ranks wait for this one. The task encoder skips them (SkipSample), yields nothing for them or "
+        "fails on them: correct it, or leave such samples out of the data. Or raise skip_tolerance; 0 sets no limit."
     )

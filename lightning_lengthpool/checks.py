@@ -8,13 +8,13 @@ from megatron.energon import WorkerConfig
 
 from lightning_lengthpool.pool import PoolSettings, check_integer
 from lightning_lengthpool.probe import PROBE_TOLERANCE, probe
+from lightning_lengthpool.resume import RESUME
 from lightning_lengthpool.splits import require_samples
 from lightning_lengthpool.task_encoder import methods_not_stateless, packs_several, warn_not_stateless
 
 if TYPE_CHECKING:
     from lightning_lengthpool.datamodule import LengthPoolDataModule
 
-RESUME = ("auto", "exact", "approximate", "fresh")
 _PROBED = 100  # samples from which the length of an epoch is estimated
 
 

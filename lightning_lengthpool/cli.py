@@ -1,6 +1,7 @@
 """The command line: Lightning's own (`fit`, `validate`, `test`, `predict`), `advise`, `compare` and `report`."""
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lightning_lengthpool import LengthPoolDataModule, SyncMonitor
 from lightning_lengthpool.compare import compare
+from lightning_lengthpool.local_paths import local_path
 from lightning_lengthpool.order import POLICIES
 from lightning_lengthpool.page import STEPS, report
 
@@ -24,8 +26,11 @@ for the slowest rank the bottleneck at all? Takes the YAML of 'fit', reads some 
 own task encoder and workers, and says so. No model is built, no GPU is needed, and only the samples' lengths are kept.
 Ctrl-C while it reads ends the reading; the advice is then on what was read."""
 
+OVERRIDES = "Any other option of fit goes over the YAMLs: --data.init_args.batch_size 4 --trainer.devices 2."
+
 ADVISE_MORE = """examples:
   train.py advise --config my.yaml
+  train.py advise --config my.yaml --data.init_args.batch_size 4 --trainer.devices 8
   train.py advise --config my.yaml --world_size 64,512 --run runs/demo/version_0
   train.py advise --lengths lengths.csv --world_size 64 --batch_size 4
 
@@ -84,13 +89,16 @@ class _ConfigParser(LengthPoolCLI):
     def _run_subcommand(self, subcommand: str) -> None: ...
 
 
-def parse_config(paths: Sequence[str]) -> Any:
-    """Parse YAMLs as `fit` would, later ones over earlier ones, and return the whole configuration.
+def parse_config(paths: Sequence[str], overrides: Sequence[str] = ()) -> Any:
+    """Parse YAMLs as `fit` would, later ones over earlier ones, with more options over them.
+
+    Returns:
+        The whole configuration.
 
     Raises:
         ValueError: If `fit` would not take them.
     """
-    args = ["fit", *(part for path in paths for part in ("--config", str(path)))]
+    args = ["fit", *(part for path in paths for part in ("--config", str(path))), *overrides]
     try:
         return _ConfigParser(args=args).config["fit"]
     except argparse.ArgumentError as error:
@@ -100,8 +108,12 @@ def parse_config(paths: Sequence[str]) -> Any:
 def _compare_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="train.py compare",
+        usage="%(prog)s --config YAML [--config YAML ...] [--policies NAME ...] [--steps N] [--repeats N] [--out DIR] "
+        "[--val_metric NAME] [options of fit]",
         description="Run the same training once per policy, each in fresh processes with the same seeds, and print the "
         "measured figures side by side. Writes compare.json and compare.png.",
+        epilog=f"{OVERRIDES} compare sets the policy, the logger and the length of each run itself.",
+        allow_abbrev=False,
     )
     parser.add_argument("-c", "--config", action="append", required=True, help="YAML as for fit; may be given again")
     parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES), help="what to compare")
@@ -134,6 +146,7 @@ def _advise_parser() -> argparse.ArgumentParser:
         description=ADVISE,
         epilog=ADVISE_MORE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("-c", "--config", action="append", help="YAML as for fit; may be given again")
@@ -141,7 +154,7 @@ def _advise_parser() -> argparse.ArgumentParser:
         "--lengths",
         metavar="FILE",
         help="in place of a config: a CSV file with a column 'tokens', and if there are any, 'class' and 'rank' (as in "
-        "the lengths.csv of SyncMonitor)",
+        "the lengths.csv of SyncMonitor); of more than 200,000 lengths as many are drawn at random, which is said",
     )
     parser.add_argument(
         "--world_size",
@@ -159,7 +172,7 @@ def _advise_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", metavar="DIR", default="runs/advise", help="folder for the results (default: %(default)s)"
     )
-    config = parser.add_argument_group("with --config")
+    config = parser.add_argument_group("with --config", "any option of fit goes over the YAMLs")
     config.add_argument(
         "--samples", type=int, metavar="N", help="samples to read, over all ranks, about (default: 5000)"
     )
@@ -175,7 +188,7 @@ def _advise_parser() -> argparse.ArgumentParser:
 _WITH = {"config": ("samples",), "lengths": ("batch_size", "pool_size", "max_tokens")}
 
 
-def _advise(parser: argparse.ArgumentParser, options: dict[str, Any]) -> None:
+def _advise(parser: argparse.ArgumentParser, options: dict[str, Any], overrides: Sequence[str]) -> None:
     from lightning_lengthpool.advise import advise_config, advise_lengths  # training has no need of it
 
     given = {name: value for name, value in options.items() if value is not None}
@@ -183,10 +196,12 @@ def _advise(parser: argparse.ArgumentParser, options: dict[str, Any]) -> None:
     for name in _WITH[other]:
         if name in given:
             parser.error(f"--{name} goes with --{other}, not with --{source}")
-    if source == "lengths":
-        advise_lengths(**given)
+    if source == "config":
+        advise_config(parse_config(given.pop("config"), overrides), **given)
+    elif overrides:
+        parser.error(f"{' '.join(overrides)} goes with --config, not with --lengths")
     else:
-        advise_config(parse_config(given.pop("config")), **given)
+        advise_lengths(**given)
 
 
 def _report_parser() -> argparse.ArgumentParser:
@@ -211,21 +226,28 @@ def main(args: Sequence[str] | None = None) -> None:
     """Entry point of `train.py` and of the console script."""
     if os.getcwd() not in sys.path:  # the console script should find the user's own modules, as 'python train.py' does
         sys.path.insert(0, os.getcwd())
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a path may hold bytes that are no text
+        sys.stdout.reconfigure(errors="backslashreplace")
     given = sys.argv[1:] if args is None else list(args)
     if given[:1] not in (["advise"], ["compare"], ["report"]):
         LengthPoolCLI(args)
         return
     parsers = {"advise": _advise_parser, "compare": _compare_parser, "report": _report_parser}
     parser = parsers[given[0]]()
-    options = vars(parser.parse_args(given[1:]))
+    known, overrides = parser.parse_known_args(given[1:])
+    options = vars(known)
     try:
+        for name in {"lengths", "out"} & {name for name, value in options.items() if value is not None}:
+            options[name] = str(local_path(options[name], f"--{name}"))
         if given[0] == "advise":
-            _advise(parser, options)
-        elif given[0] == "report":
-            report(**options)
-        else:
+            _advise(parser, options, overrides)
+        elif given[0] == "compare":
             configs = options.pop("config")
-            compare(parse_config(configs), configs, **options)
+            compare(parse_config(configs, overrides), configs, **options, overrides=overrides)
+        elif overrides:
+            parser.error(f"unrecognized arguments: {' '.join(overrides)}")
+        else:
+            report(**options)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:

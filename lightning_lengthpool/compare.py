@@ -4,20 +4,40 @@ import contextlib
 import csv
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import yaml
+from filelock import FileLock, Timeout
 
 from lightning_lengthpool import figures
+from lightning_lengthpool.out_folder import make_out
 from lightning_lengthpool.report import compare_runs, compare_table, print_table, write_json
 
 _SHOWN_OF_A_FAILURE = 3000  # characters of a failed run's output
+
+# One epoch, for at its end Lightning steps whatever has accumulated, and one validation, when all policies have seen
+# the same samples.
+_TRAINER = {
+    "max_epochs": 1,
+    "limit_train_batches": 1.0,
+    "val_check_interval": 1.0,
+    "check_val_every_n_epoch": 1,
+    "num_sanity_val_steps": 0,
+}
+# what compare sets besides, and what to do about it
+_SET = {
+    "trainer.logger": "the logs of each run lie in --out",
+    "data.policy": "name the policies with --policies",
+    "data.virtual_epoch_length": "every run is as long as --steps says",
+    "ckpt_path": "every run starts from the beginning",
+}
 
 
 def compare(
@@ -28,6 +48,7 @@ def compare(
     repeats: int = 1,
     out: str = "runs/compare",
     val_metric: str | None = None,
+    overrides: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Train once per policy and repeat, and report the measured figures.
 
@@ -44,22 +65,28 @@ def compare(
         repeats: Runs per policy.
         out: Folder for each run's logs and for `compare.json` and `compare.png`.
         val_metric: Logged name of the validation loss; None takes the first name with 'val' and 'loss' in it.
+        overrides: Options of `fit` that go over the YAMLs, say `["--data.init_args.batch_size", "4"]`.
 
     Returns:
         What `compare.json` holds: see `report.compare_runs`.
 
     Raises:
-        ValueError: If the configuration has no length pool, a number is out of range, or a run fails; the message
-            shows the end of the failed run's output.
+        ValueError: If the configuration has no length pool, a number is out of range, an option sets what compare sets
+            itself, another compare writes into `out`, or a run fails; the message shows the end of the failed run's
+            output.
     """
     if repeats < 1 or (steps is not None and steps < 1):
         raise ValueError(f"repeats is {repeats} and steps is {steps}, expected integers of at least 1")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 or int(os.environ.get("SLURM_NTASKS", 1)) > 1:
         raise ValueError("compare starts its own processes: run it once on one machine, not under torchrun or srun")
+    _check_overrides(config, overrides, has_steps=steps is not None)
     for policy in policies:
         _check_policy(config, policy)
     pool_steps, wanted = steps_per_pool(config, policies), steps or config["trainer"].get("max_steps") or -1
     total = pool_steps * max(2, math.ceil(wanted / pool_steps))
+    make_out(out, ("compare.json", "compare.png"))
+    for name in (f"{policy}-{repeat}" for policy in policies for repeat in range(repeats)):
+        make_out(Path(out) / name, ("compare.yaml", "output.txt", "metrics.csv", "sync/steps.csv"))
     if total != wanted:
         asked = f"{wanted} were asked for, but" if wanted > 0 else "for"
         print(
@@ -67,21 +94,37 @@ def compare(
             "steps each, and two of them at least. A smaller pool_size makes it quicker."
         )
 
+    arguments = [*(part for path in configs for part in ("--config", str(path))), *overrides]
     runs: dict[str, list[dict[str, Any]]] = {policy: [] for policy in policies}
-    for repeat in range(repeats):
-        for policy in policies:
-            folder = Path(out).resolve() / f"{policy}-{repeat}"
-            started = time.monotonic()
-            print(f"policy {policy}, run {repeat + 1} of {repeats}, {total} steps ... ", end="", flush=True)
-            _run(config, configs, folder, policy, total, repeat)
-            print(f"{time.monotonic() - started:.0f} s", flush=True)
-            runs[policy].append(
-                {
-                    "steps_csv": str(folder / "sync" / "steps.csv"),
-                    "val_loss": last_logged(folder / "metrics.csv", val_metric),
-                }
-            )
-    result = {"configs": [str(path) for path in configs], "steps": total, **compare_runs(runs)}
+    with _alone_in(Path(out)):
+        for repeat in range(repeats):
+            for policy in policies:
+                folder = Path(out).resolve() / f"{policy}-{repeat}"
+                started = time.monotonic()
+                print(f"policy {policy}, run {repeat + 1} of {repeats}, {total} steps ... ", end="", flush=True)
+                _run(config, arguments, folder, policy, total, repeat)
+                print(f"{time.monotonic() - started:.0f} s", flush=True)
+                runs[policy].append(
+                    {
+                        "steps_csv": str(folder / "sync" / "steps.csv"),
+                        "val_loss": last_logged(folder / "metrics.csv", val_metric),
+                    }
+                )
+        return _show({"arguments": arguments, "steps": total, **compare_runs(runs)}, policies, Path(out))
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / "compare.lock", blocking=False):
+            yield
+    except Timeout:
+        raise ValueError(f"another compare writes into {folder}: give this one another folder with --out") from None
+
+
+def _show(result: dict[str, Any], policies: Sequence[str], out: Path) -> dict[str, Any]:
+    """Print the result and write it."""
     tokens = {sum(rank["tokens"] for rank in run["ranks"]) for policy in result["policies"] for run in policy["runs"]}
     if len(tokens) > 1:
         print(f"WARNING: the runs saw different samples ({min(tokens):,.0f} to {max(tokens):,.0f} tokens)")
@@ -90,9 +133,9 @@ def compare(
     print_table(compare_table(result["policies"]))
     if all(len(run["ranks"]) == 1 for policy in result["policies"] for run in policy["runs"]):
         print("NOTE: one rank waits for nobody. Set trainer.devices to 2 or more to see what the policies change.")
-    write_json(result, Path(out) / "compare.json")
-    (Path(out) / "compare.png").write_bytes(figures.png(figures.compare_figure(result)))
-    print(f"Written: {Path(out) / 'compare.json'} and {Path(out) / 'compare.png'}")
+    write_json(result, out / "compare.json")
+    (out / "compare.png").write_bytes(figures.png(figures.compare_figure(result)))
+    print(f"Written: {out / 'compare.json'} and {out / 'compare.png'}")
     return result
 
 
@@ -116,6 +159,31 @@ def steps_per_pool(config: Any, policies: Sequence[str] = ()) -> int:
     micro_batches = max(1, settings["num_workers"]) * samples // batch_size
     accumulated = config["trainer"].get("accumulate_grad_batches") or 1
     return math.lcm(micro_batches, accumulated) // accumulated
+
+
+def _check_overrides(config: Any, overrides: Sequence[str], has_steps: bool) -> None:
+    """Refuse options of `fit` that say other than compare does; a YAML's settings it just sets over.
+
+    Raises:
+        ValueError: If there is one; the message names it.
+    """
+    trainer = config["trainer"]
+    ways_out = dict(_SET)
+    for name, value in _TRAINER.items():
+        if trainer.get(name) != value:
+            ways_out[f"trainer.{name}"] = f"it is {value} in every run"
+    if has_steps:
+        ways_out["trainer.max_steps"] = "--steps is given"
+    for option in (one for one in overrides if one.startswith("--")):
+        name = option.partition("=")[0].removeprefix("--").removesuffix("+").replace(".init_args", "")
+        for taken, reason in ways_out.items():
+            is_short = "." in name and taken.startswith(name)  # fit takes shortened names too
+            if name == taken or name.startswith(f"{taken}.") or is_short:
+                raise ValueError(f"compare sets {taken} itself: {reason}. Leave {option} out.")
+    if config.get("ckpt_path") is not None:
+        raise ValueError("compare starts every run from the beginning: take ckpt_path out of the config")
+    if trainer.get("fast_dev_run"):
+        raise ValueError("trainer.fast_dev_run leaves no step records to compare: take it out")
 
 
 def _check_policy(config: Any, policy: str) -> None:
@@ -152,12 +220,14 @@ def last_logged(metrics_csv: Path, name: str | None) -> float | None:
     return float(values[-1]) if values else None
 
 
-def _run(config: Any, configs: Sequence[str], folder: Path, policy: str, steps: int, repeat: int) -> None:
-    """Run `fit` in fresh processes, with the configuration and one more YAML over it."""
+def _run(config: Any, arguments: Sequence[str], folder: Path, policy: str, steps: int, repeat: int) -> None:
+    """Run `fit` in fresh processes, with its arguments and one more YAML over them."""
     trainer = config["trainer"]
     micro_batches = steps * (trainer.get("accumulate_grad_batches") or 1)
     seed = config["seed_everything"]
     folder.mkdir(parents=True, exist_ok=True)
+    for before in folder.glob("sync*"):  # of a comparison that this one replaces
+        shutil.rmtree(before)
     overlay = folder / "compare.yaml"
     logger = {"save_dir": str(folder.parent), "name": folder.name, "version": ""}
     overlay.write_text(
@@ -166,21 +236,14 @@ def _run(config: Any, configs: Sequence[str], folder: Path, policy: str, steps: 
                 "seed_everything": (42 if isinstance(seed, bool) else seed) + repeat,
                 "trainer": {
                     "logger": {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": logger},
-                    # One epoch, for at its end Lightning steps whatever has accumulated, and one validation, when all
-                    # policies have seen the same samples.
                     "max_steps": -1,
-                    "max_epochs": 1,
-                    "limit_train_batches": 1.0,
-                    "val_check_interval": 1.0,
-                    "check_val_every_n_epoch": 1,
-                    "num_sanity_val_steps": 0,
+                    **_TRAINER,
                 },
                 "data": {"init_args": {"policy": policy, "virtual_epoch_length": micro_batches}},
             }
         )
     )
-    command = [sys.executable, "-m", "lightning_lengthpool.cli", "fit"]
-    command += [part for path in (*configs, overlay) for part in ("--config", str(path))]
+    command = [sys.executable, "-m", "lightning_lengthpool.cli", "fit", *arguments, "--config", str(overlay)]
     callbacks = trainer.get("callbacks") or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     if not any("SyncMonitor" in str(callback.get("class_path")) for callback in callbacks):

@@ -3,25 +3,37 @@
 import math
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import LightningDataModule
-from megatron.energon import TaskEncoder, WorkerConfig, get_savable_loader, get_train_dataset
+from lightning.pytorch.trainer.states import TrainerFn
+from megatron.energon import SavableDataLoader, TaskEncoder, WorkerConfig, get_savable_loader, get_train_dataset
 
-from lightning_lengthpool.agreement import Agreement
-from lightning_lengthpool.checkpoint import gather, join, split
 from lightning_lengthpool.checks import check_numbers, check_settings, check_training, try_encoder
 from lightning_lengthpool.classes import packed_class
 from lightning_lengthpool.cost_models import CostModel
+from lightning_lengthpool.data_identity import Description, data_fingerprint, describe_data
+from lightning_lengthpool.data_state import DataState
 from lightning_lengthpool.dataset import LengthPoolDataset
-from lightning_lengthpool.evaluation import check_evaluation, evaluation_loader
-from lightning_lengthpool.loader import EvalLoader, TrainLoader, count_dropped
+from lightning_lengthpool.evaluation import check_evaluation, evaluation_loader, prediction_split
+from lightning_lengthpool.fit_progress import FitProgress
+from lightning_lengthpool.loader import EvalLoader, State, TrainLoader
+from lightning_lengthpool.paths import data_path, file_path
 from lightning_lengthpool.pool import PoolSettings, PoolWarmup, check_integer, require_stream
+from lightning_lengthpool.ranks import Agreement, DataRank, check_data_rank, find_data_rank
 from lightning_lengthpool.reference import ReferenceLengths, batches_of, read_reference_lengths, with_reference
-from lightning_lengthpool.splits import describe_split, split_size
-from lightning_lengthpool.task_encoder import check_encoder, length_pool, methods_not_stateless, require_length_pool
+from lightning_lengthpool.resume import Resume
+from lightning_lengthpool.splits import split_size
+from lightning_lengthpool.store import is_distributed, is_rank_zero
+from lightning_lengthpool.task_encoder import (
+    check_encoder,
+    length_pool,
+    methods_not_stateless,
+    methods_with_seeds,
+    require_length_pool,
+)
 
 _FIRST_BATCH_TIMEOUT = 600.0  # seconds until energon's watchdog speaks up: the first batch waits for a whole pool
 
@@ -34,7 +46,8 @@ class LengthPoolDataModule(LightningDataModule):
     covers its split from the start, each sample once. Linux only: energon forks its workers.
 
     Args:
-        path: A prepared energon data set (folder), or the YAML of an energon metadataset that blends several.
+        path: A prepared energon data set (folder), or the YAML of an energon metadataset that blends several. `~` and
+            `file:///...` are read, and energon's `msc://...`.
         task_encoder: Your energon task encoder; nothing in it has to change.
         batch_size: Samples of a micro-batch, at least 1; with max_tokens, at most. None only with max_tokens, or with
             packing: then each pack is a batch.
@@ -70,8 +83,8 @@ class LengthPoolDataModule(LightningDataModule):
             packs.
         max_samples_per_sequence: Samples that energon reads in a row from one shard; None for whole shards.
         virtual_epoch_length: Batches of an epoch on each rank; by default as many as one pass over the training split
-            has: samples // (ranks * batch_size). With max_tokens that is an estimate, from reference_lengths or else
-            from the first 100 samples.
+            has: samples // (ranks * batch_size), where a metadataset's `subset` and `repetitions` count. With
+            max_tokens that is an estimate, from reference_lengths or else from the first 100 samples.
         val_path: Data set of validation and test, if it is not `path`.
         val_batch_size: Samples of a validation or test batch; by default batch_size, or 1 where that is None without
             packing.
@@ -83,7 +96,11 @@ class LengthPoolDataModule(LightningDataModule):
             they wait for the one that has nothing to train on. 0 for no limit.
         resume: How a run goes on from a checkpoint. 'exact': with the very batches of the uninterrupted run; refused if
             the encoder cannot restore its samples. 'approximate': what was left of each pool is lost. 'auto': exact
-            where the encoder allows it, else approximate. 'fresh': the data start afresh.
+            where the encoder allows it, else approximate. 'fresh': the data start from the beginning.
+        rank: Which of the ranks that share the data this process is, from 0. By default as the trainer says, or,
+            without one, as the process group does. Processes that share a rank's batches (tensor parallelism) have the
+            same number.
+        world_size: Number of ranks that share the data; with `rank`.
 
     Raises:
         ValueError: If a setting is out of its range; the message names it, its value and what was expected.
@@ -118,8 +135,12 @@ class LengthPoolDataModule(LightningDataModule):
         failure_tolerance: int | None = None,
         skip_tolerance: int = 10_000,
         resume: Literal["auto", "exact", "approximate", "fresh"] = "auto",
+        rank: int | None = None,
+        world_size: int | None = None,
     ) -> None:
         super().__init__()
+        if (rank is None) != (world_size is None):
+            raise ValueError(f"rank is {rank} and world_size is {world_size}: set both, or neither")
         if not sys.platform.startswith("linux"):
             raise RuntimeError(f"lightning_lengthpool runs on Linux only (energon forks), this is {sys.platform!r}")
         require_stream(policy, pool_size, class_shares=class_shares)
@@ -158,8 +179,10 @@ class LengthPoolDataModule(LightningDataModule):
             failure_tolerance=failure_tolerance,
             resume=resume,
         )
+        self._given_rank = None if rank is None or world_size is None else check_data_rank(rank, world_size)
         self.skip_tolerance = check_integer("skip_tolerance", skip_tolerance, minimum=0, hint="0 for no limit")
-        self.path, self.val_path = path, path if val_path is None else val_path
+        self.path = data_path(path)
+        self.val_path = self.path if val_path is None else data_path(val_path, "val_path")
         self.task_encoder = task_encoder
         check_encoder(task_encoder)
         self.failure_tolerance = failure_tolerance
@@ -167,19 +190,19 @@ class LengthPoolDataModule(LightningDataModule):
         self.batch_size = batch_size
         self.val_batch_size = val_batch_size or batch_size or (1 if packing_buffer_size is None else None)
         self.class_fn = class_fn
-        self.reference_lengths = reference_lengths
+        self.reference_lengths = (
+            None if reference_lengths is None else file_path(reference_lengths, "reference_lengths")
+        )
         self.num_workers = num_workers
         self.shuffle_buffer_size = shuffle_buffer_size
         self.packing_buffer_size = packing_buffer_size
         self.max_samples_per_sequence = max_samples_per_sequence
         self.virtual_epoch_length = virtual_epoch_length
+        self._data: list[Description] | None = None  # once it is looked at
         self._reference: ReferenceLengths | None = None
         self._batches_of_a_sample: float | None = None  # with a token budget, once it is estimated
-        self._train_loader: TrainLoader | None = None
         self._eval_loader: EvalLoader | None = None
-        self._state: dict[str, Any] | None = None  # the place from which the next loader goes on
-        self._loaders = 0  # made so far
-        self._gathered = ""  # the name of the last collection of places
+        self._resume = Resume(resume, type(self).__qualname__, methods_with_seeds(task_encoder))
 
     def setup(self, stage: str) -> None:
         """Check the data on all ranks alike, before any loader or worker exists.
@@ -192,7 +215,10 @@ class LengthPoolDataModule(LightningDataModule):
         try:
             if stage == "fit":
                 self._estimate(check_training(self, self._pool_settings()))
-            if stage in ("fit", "validate", "test"):
+                self._data = describe_data(self.path, "train")
+            if stage == "predict":
+                check_evaluation(self, prediction_split(self.val_path), required=True)
+            elif stage in ("fit", "validate", "test"):
                 check_evaluation(self, "test" if stage == "test" else "val", required=stage != "fit")
         except Exception as caught:
             error = caught
@@ -204,16 +230,30 @@ class LengthPoolDataModule(LightningDataModule):
             raise ValueError(f"the data could not be set up on {failed} other rank(s): see their messages")
         if stage == "fit":
             self._agree(agreement)
+            self._resume.begin_fit()
+            settings = self._saved_settings()
+            self._resume.take_up_handover(settings, agreement, self.data_rank, keep=self._is_writer())
 
     def _agree(self, agreement: Agreement) -> None:
         """Check that what the order depends on is the same on all ranks; each rank asks the same questions."""
+        rank, world_size = self.data_rank
+        if is_distributed() and world_size > 1 and agreement.is_same(str(rank)):
+            raise ValueError(
+                f"rank is {rank} on all ranks, and world_size is {world_size}: all would train on the same samples. "
+                "Give each process its own rank (not in a YAML that they share), or leave both out."
+            )
         if not agreement.is_same(str(self._reference)):
             raise ValueError(
                 f"reference_lengths is {str(self.reference_lengths)!r}, but the file differs between the ranks (here "
                 f"it has {self._reference}): they would aim at different lengths. Give all ranks the same file."
             )
-        settings = self._saved_settings(self._worker_config(self.num_workers))
-        if not agreement.is_same(str(sorted((name, settings[name]) for name in settings if name != "path"))):
+        settings = self._saved_settings()
+        if not agreement.is_same(data_fingerprint(settings.pop("path"))):
+            raise ValueError(
+                f"path is {str(self.path)!r}, where some ranks find other training data than others (old copies on "
+                "local disks, say): samples would be lost and others come twice. Give all ranks the same data."
+            )
+        if not agreement.is_same(str(sorted(settings.items()))):
             raise ValueError(
                 f"the data module's settings differ between the ranks, here they are {settings}: the ranks would train "
                 "on different lengths at the same step. Give all ranks the same settings."
@@ -222,26 +262,38 @@ class LengthPoolDataModule(LightningDataModule):
     def train_dataloader(self) -> TrainLoader:
         """This rank's endless stream, cut into epochs of `virtual_epoch_length` batches.
 
-        It goes on from the checkpoint that is resumed, or from where the last one stood if there was one before.
+        It goes on from the checkpoint that is resumed, or from where the last one stood if there was one before. To be
+        called on all ranks alike.
         """
-        self._keep_place()
+        self._state.close()
+        data_rank, agreement = self.data_rank, self._agreement()
+        settings = self._saved_settings()
+        self._resume.take_up_handover(settings, agreement, data_rank, keep=self._is_writer())
+        self._resume.prepare(settings, agreement, data_rank)
+        length, progress = self._epoch_length(data_rank.world_size), FitProgress(self.trainer)
+        loader = TrainLoader(self._build, length, self._state.own, progress, self.boundary)
+        self._state.attach(loader, settings, data_rank, agreement, self.trainer)
+        return loader
+
+    def _build(self, state: State | None) -> tuple[SavableDataLoader, LengthPoolDataset, State | None]:
+        """Make energon's loader, when the first batch is asked for: by then a checkpoint's state has come."""
+        if self._resume.lacks_state(self.trainer):
+            state = None
         worker_config = self._worker_config(self.num_workers)
         dataset, pool = self._train_dataset(worker_config, self._pool_settings(), self.failure_tolerance)
-        if self._state is not None and (self.resume == "approximate" or not pool.dataset.can_restore_sample()):
-            self._approximate(pool)
+        if state is not None and (self.resume == "approximate" or not pool.dataset.can_restore_sample()):
+            state = self._approximate(pool, state)
         pool.is_exact = self.resume == "exact"
         # Without workers a collection every few batches would be the training process's; and in a worker it walks the
         # whole pool, so it comes about once per pool.
         pool_batches = self._held() // (self.batch_size or 1)
         loader = get_savable_loader(
             dataset,
-            checkpoint_every_sec=math.inf,  # the place travels with the batches
+            checkpoint_every_sec=math.inf,  # the state travels with the batches
             gc_collect_every_n_steps=max(10, pool_batches) if self.num_workers else 0,
             watchdog_initial_timeout_seconds=_FIRST_BATCH_TIMEOUT,
         )
-        self._loaders += 1
-        self._train_loader = TrainLoader(loader, pool, self._epoch_length(worker_config.world_size), self._state)
-        return self._train_loader
+        return loader, pool, state
 
     def val_dataloader(self) -> EvalLoader | list[Any]:
         """The `val` split from its start at each run; no loader if the data set has no such split."""
@@ -251,8 +303,14 @@ class LengthPoolDataModule(LightningDataModule):
         """The `test` split, as `val_dataloader`."""
         return self._evaluation("test")
 
-    def _evaluation(self, split: str) -> EvalLoader | list[Any]:
-        loader = evaluation_loader(self, split)
+    def predict_dataloader(self) -> EvalLoader:
+        """The `test` split, or `val` where there is no `test`, each sample once: ranks may have unequal counts."""
+        loader = self._evaluation(prediction_split(self.val_path), repeats=False)
+        assert isinstance(loader, EvalLoader)
+        return loader
+
+    def _evaluation(self, split: str, *, repeats: bool = True) -> EvalLoader | list[Any]:
+        loader = evaluation_loader(self, split, repeats=repeats)
         if loader is None:
             return []
         self._eval_loader = loader
@@ -275,11 +333,13 @@ class LengthPoolDataModule(LightningDataModule):
         return {"policy": self.settings.policy, **plain, **({} if budget is None else {"max_tokens": float(budget)})}
 
     def teardown(self, stage: str) -> None:
-        """Stop the workers; their place in the training data is kept, for a checkpoint or another `fit`."""
+        """Stop the workers; where they stand in the training data is kept, for a checkpoint or another `fit`."""
         self._close()
+        if stage == "fit":
+            self._resume.end_fit(self.trainer, self.data_rank, is_writer=self._is_writer())
         if stage == "fit" and self.dropped:
             warnings.warn(
-                f"{self.dropped} samples of rank {self._worker_config(0).rank} cost more than max_tokens "
+                f"{self.dropped} samples of rank {self.data_rank.rank} cost more than max_tokens "
                 f"({self.settings.max_tokens:g}) and were left out (over_budget is 'drop')",
                 stacklevel=2,
             )
@@ -288,44 +348,58 @@ class LengthPoolDataModule(LightningDataModule):
         """Stop the workers where Lightning does not get to `teardown`."""
         self._close()
 
+    def _close(self) -> None:
+        self._state.close()
+        if self._eval_loader is not None:
+            self._eval_loader.close()
+
+    def boundary(self) -> None:
+        """Called by the loaders before each batch, equally often on all ranks: a SLURM signal is handled here."""
+        self._state.boundary()
+
     @property
     def dropped(self) -> int:
         """Samples of this rank that were left out so far, for they cost more than max_tokens."""
-        state = self._state if self._train_loader is None else self._train_loader.state()
-        return 0 if state is None else count_dropped(state["workers"])
+        return self._state.dropped
 
-    # ---- the place in the data
+    # ---- the state of the data
 
     def state_dict(self) -> dict[str, Any]:
-        """All ranks' places in the data, in plain containers, on global rank zero, which writes the checkpoint."""
-        state = self._state if self._train_loader is None else self._train_loader.state()
-        if state is None:
-            return {}
-        config = self._worker_config(self.num_workers)
-        name = f"{self._loaders}-{state['batches']}"
-        ranks = gather(state, config.rank, config.world_size, name, last=self._gathered)
-        self._gathered = name
-        is_writer = self.trainer is None or self.trainer.is_global_zero
-        return join(self._saved_settings(config), ranks) if is_writer else {}
+        """All ranks' states, in plain containers, on global rank zero, which writes the checkpoint.
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's place out of a checkpoint.
+        They are the states after the last batch that was trained on, also in the middle of a step. Without a trainer
+        that is the last batch that the loader has handed out.
+        """
+        self._resume.find_handover()
+        return self._state.save(self.data_rank, is_writer=self._is_writer())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take this rank's state out of a checkpoint, before or after the loader was made.
 
         Raises:
-            ValueError: If it does not fit the settings: the message names what was saved, what is now and the way out.
+            ValueError: If it is malformed, lacks the state, or does not fit the settings: the message names what was
+                saved, what is now and the way out.
         """
-        self._state = None
-        if self.resume == "fresh" or not state_dict:
-            return
-        config = self._worker_config(self.num_workers)
-        accumulated = 1 if self.trainer is None else self.trainer.accumulate_grad_batches
-        self._state = split(state_dict, self._saved_settings(config), config.rank, accumulated=accumulated)
+        trainer = self.trainer
+        if trainer is not None and trainer.state.fn not in (None, TrainerFn.FITTING):
+            return  # an evaluation of the checkpoint's weights: training goes on from where it stands
+        accumulated = 1 if trainer is None else trainer.accumulate_grad_batches
+        arguments = {"accumulated": accumulated, "keep": self._is_writer()}
+        self._resume.load(state_dict, self._saved_settings(), self.data_rank.rank, **arguments)
 
-    def _saved_settings(self, config: WorkerConfig) -> dict[str, Any]:
-        """What the place in the data depends on."""
+    @property
+    def _state(self) -> DataState:
+        return self._resume.state
+
+    def _is_writer(self) -> bool:
+        return self.trainer.is_global_zero if self.trainer is not None else is_rank_zero()
+
+    def _saved_settings(self) -> dict[str, Any]:
+        """What the state of the data depends on."""
         settings = self._pool_settings()
+        self._data = self._data or describe_data(self.path, "train")
         numbers = {
-            "ranks": config.world_size,
+            "ranks": self.data_rank.world_size,
             "num_workers": self.num_workers,
             "batch_size": self.batch_size,
             "pool_size": settings.pool_size,
@@ -339,7 +413,7 @@ class LengthPoolDataModule(LightningDataModule):
         }  # NumPy's would not load
         shares = settings.class_shares
         return {
-            "path": describe_split(self.path, "train"),
+            "path": self._data,
             "policy": settings.policy,
             "length_fn": _function_name(settings.length_fn),
             "class_fn": _function_name(settings.class_fn),
@@ -352,31 +426,21 @@ class LengthPoolDataModule(LightningDataModule):
             **plain,
         }
 
-    def _close(self) -> None:
-        self._keep_place()
-        if self._eval_loader is not None:
-            self._eval_loader.close()
-
-    def _keep_place(self) -> None:
-        if self._train_loader is not None:
-            self._state = self._train_loader.state()
-            self._train_loader.close()
-            self._train_loader = None
-
-    def _approximate(self, pool: LengthPoolDataset) -> None:
+    def _approximate(self, pool: LengthPoolDataset, state: State) -> State | None:
         """Go on without the samples that the pool held."""
         if self.packing_buffer_size is None:
             pool.lose_pool = True
             lost = f"up to {self._held() - 1} samples of each worker's pool are lost"
         else:
-            self._state = None
-            lost = "the packing buffer cannot be restored either, and the data start afresh"
+            state = None
+            lost = "the packing buffer cannot be restored either, and the data start from the beginning"
         warnings.warn(
             f"the data go on approximately (resume is {self.resume!r}): {lost}. To go on exactly, mark "
             f"{', '.join(methods_not_stateless(self.task_encoder)) or 'all methods of the encoder'} as @stateless and "
             "leave resume at 'auto'.",
             stacklevel=2,
         )
+        return state
 
     # ---- the pool
 
@@ -409,17 +473,25 @@ class LengthPoolDataModule(LightningDataModule):
         self._batches_of_a_sample = batches_of(known, self.settings, self.batch_size)
 
     def _agreement(self) -> Agreement:
-        return Agreement(self.trainer, self._worker_config(0).world_size)
+        return Agreement(self.trainer, self.data_rank.world_size)
+
+    # ---- copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy (`copy.deepcopy`, `pickle`) stands where this one stands in the data, without trainer and loaders."""
+        self._resume.find_handover()
+        return vars(self) | {"trainer": None, "_eval_loader": None}
 
     # ---- what the two kinds of loaders are made of
 
+    @property
+    def data_rank(self) -> DataRank:
+        """Which of the data-parallel ranks this process is."""
+        return find_data_rank(self.trainer, self._given_rank)
+
     def _worker_config(self, num_workers: int) -> WorkerConfig:
-        trainer = self.trainer
-        ranks = (trainer.distributed_sampler_kwargs if trainer is not None else None) or {
-            "rank": 0,
-            "num_replicas": 1,
-        }
-        return WorkerConfig(rank=ranks["rank"], world_size=ranks["num_replicas"], num_workers=num_workers)
+        rank, world_size = self.data_rank
+        return WorkerConfig(rank=rank, world_size=world_size, num_workers=num_workers)
 
     def _train_dataset(
         self, worker_config: WorkerConfig, settings: PoolSettings, failure_tolerance: int | None, **changes: Any
@@ -432,7 +504,7 @@ class LengthPoolDataModule(LightningDataModule):
         }
         with length_pool(self.task_encoder, settings, failure_tolerance, self.skip_tolerance):
             dataset = get_train_dataset(
-                self.path,
+                data_path(self.path),
                 worker_config=worker_config,
                 max_samples_per_sequence=self.max_samples_per_sequence,
                 task_encoder=self.task_encoder,

@@ -129,11 +129,21 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
             setattr(self, name, SampleIndex(self.worker_config, src=self))
 
     def __iter__(self) -> Iterator[PooledBatch]:
-        if (state := self.resume_from.pop(self.worker_config.rank_worker_id(), None)) is not None:
-            self.restore_state(state)
-        if self.skip_tolerance:  # what energon's own buffers hold is read, and has not come in
-            self.pool.arrivals.limit = self.skip_tolerance + sum(map(_buffered, parts_of(self.dataset)))
-        upstream, sent = self.pool.start(lose_pool=self.lose_pool), None
+        state = self.resume_from.pop(self.worker_config.rank_worker_id(), None)
+        try:
+            if state is not None:
+                self.restore_state(state)
+            self.pool.arrivals.tolerance = self.skip_tolerance
+            self.pool.arrivals.buffered = sum(map(_buffered, parts_of(self.dataset)))
+            upstream, sent = self.pool.start(lose_pool=self.lose_pool), None
+        except (AssertionError, AttributeError, IndexError, KeyError, TypeError) as error:
+            if state is None:
+                raise
+            raise ValueError(
+                f"rank {self.worker_config.rank}, worker {self.worker_config.rank_worker_id()}: its part of the data "
+                f"state in the checkpoint cannot be restored ({error!r}): it is damaged, or energon reads another one "
+                "now. To let the data start from the beginning on purpose set 'resume: fresh'."
+            ) from error
         warning = self._check_replay()
         while (batch := self._next_batch(upstream)) is not None:
             batch.place = self._place()
@@ -148,7 +158,8 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
 
     def _check_replay(self) -> str | None:
         """Say what the pool had to restore, and found otherwise; an error if it must not be."""
-        if not (differences := self.pool.differences):
+        differences, self.pool.differences = self.pool.differences, []
+        if not differences:
             return None
         config, more = self.worker_config, len(differences) - 1
         what = f"rank {config.rank}, worker {config.rank_worker_id()}: {differences[0]}"
@@ -171,7 +182,8 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
         while (batch := self._form_batch(taken.entries)) is None:
             tried += len(taken.entries)
             if self.skip_tolerance and tried > self.skip_tolerance:
-                starve(self.worker_config, f"{tried} samples in a row left the pool and none made a batch")
+                what = f"{tried} samples in a row left the pool and none made a batch"
+                starve(self.worker_config, what, self.skip_tolerance)
             taken = self.pool.take_nearest(upstream, slot)
             if not taken.entries:
                 return None

@@ -2,7 +2,9 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +14,7 @@ from lightning_lengthpool import cost
 from lightning_lengthpool.causes import Summary
 from lightning_lengthpool.distribution import non_iid
 from lightning_lengthpool.simulate import simulate
+from lightning_lengthpool.stream import even_slots
 
 Array = NDArray[np.float64]
 
@@ -21,6 +24,9 @@ PADDING_FROM = 0.1
 ELSEWHERE_FROM = 0.25  # an optimizer alone may take a good part of a small model's step
 REST_FROM = 0.1  # the same of what has no cause: some of it is always there
 POOL_SIZES = (100, 300, 1000, 3000)
+_FEW_STEPS = 100  # of many ranks: with even slots as good as 300 others
+_FEW_SLOTS = 1000
+_SEED = 42
 WORTH = 0.02  # a setting that gains less than this is not worth a change
 
 BY_TOKENS = " (by padded tokens; compute could not be measured)"
@@ -56,6 +62,7 @@ def findings(
     if len(summary.ranks) == 1:
         return ["one rank waits for nobody", *(sentence for _, sentence in found)]
     if lengths is not None:
+        settings["mean_length"] = np.concatenate(list(lengths)).mean()
         difference = _distribution(summary, lengths, settings)
         if difference is None:
             # one distribution, of which all samples together tell more than each rank's few
@@ -160,26 +167,37 @@ def _lengths_sentence(summary: Summary, lengths: Sequence[Array] | None, setting
     pooled = policy != "none" and pool_size > 0
     if lengths is None:
         return start + (f"raise pool_size (it is {pool_size})" if pooled else "switch the pool on, e.g. pool_size 1000")
-    present = _predict(summary, lengths, settings, policy if pooled else "none", pool_size)
-    sizes = [size for size in POOL_SIZES if size >= _batch_size(settings)] or [10 * _batch_size(settings)]
-    predicted = {
-        (name, size): _predict(summary, lengths, settings, name, size)
-        for name in _candidates(settings)
-        for size in sizes
-    }
-    least = min(choice.waste for choice in predicted.values())
-    good = [choice for choice in predicted if predicted[choice].waste <= least + WORTH]
-    # fewer changes first: the policy stays if it can
-    best = min([choice for choice in good if choice[0] == policy] or good, key=lambda c: (c[1], predicted[c].waste))
-    if present.waste - predicted[best].waste < WORTH:
+    predict = cache(partial(_predict, summary, lengths, settings))
+    present = predict(policy if pooled else "none", pool_size)
+    best = _smallest_good(predict, policy, _candidates(settings), _batch_size(settings))
+    predicted = predict(*best)
+    if present.waste - predicted.waste < WORTH:
         setting = f"policy {policy} with pool_size {pool_size}" if pooled else "no pool"
         return (
             f"{start}the present setting ({setting}) is already near the best that a pool can do here, about "
             f"{_percent(present.idle)} (predicted)"
         )
     change = "" if best[0] == policy and pooled else f"policy {best[0]} with "
-    padding = f" idle and {_percent(predicted[best].padding)} padding" if present.padding >= WORTH else ""
-    return f"{start}{change}pool_size {best[1]} would leave about {_percent(predicted[best].idle)}{padding} (predicted)"
+    padding = f" idle and {_percent(predicted.padding)} padding" if present.padding >= WORTH else ""
+    return f"{start}{change}pool_size {best[1]} would leave about {_percent(predicted.idle)}{padding} (predicted)"
+
+
+def _smallest_good(
+    predict: Callable[[str, int], "_Prediction"], policy: str, names: Sequence[str], batch_size: int
+) -> tuple[str, int]:
+    """The policy and the smallest pool size that waste about as little as any: with `policy`, if it can.
+
+    A larger pool wastes no more, so sizes are tried from the largest one down: to simulate many ranks takes time.
+    """
+    sizes = [size for size in POOL_SIZES if size >= batch_size] or [10 * batch_size]
+    enough = min(predict(name, sizes[-1]).waste for name in names) + WORTH
+    best, size = list(names), sizes[-1]
+    for smaller in reversed(sizes):
+        good = [name for name in best if predict(name, smaller).waste <= enough]
+        if not good:
+            break
+        best, size = [policy] if policy in good else good, smaller
+    return min(best, key=lambda name: predict(name, size).waste), size
 
 
 def _candidates(settings: Mapping[str, Any]) -> list[str]:
@@ -199,7 +217,10 @@ def _distribution(summary: Summary, lengths: Sequence[Array], settings: Mapping[
         return None
     drawn = np.stack([rng.permutation(own)[: batches * batch_size].reshape(batches, batch_size) for own in lengths], 1)
     longest = drawn.max(axis=2)
-    result = non_iid(_costs(summary, batch_size * longest, longest), rng)
+    costs = _costs(summary, batch_size * longest, longest)
+    if not non_iid(costs, deepcopy(rng), deals=1).differs:  # nor would it with the other deals, which take their time
+        return None
+    result = non_iid(costs, rng)
     if not result.differs:
         return None
     return result.excess, (
@@ -232,14 +253,19 @@ def _predict(
     micro_batches = max(1, round(summary.micro_batches))
     samples_per_step = _batch_size(settings) * micro_batches
     if max_tokens is not None:
-        samples_per_step = max(1, round(max_tokens / np.concatenate(lengths).mean())) * micro_batches
+        samples_per_step = max(1, round(max_tokens / settings["mean_length"])) * micro_batches
+    ranks, slots = len(lengths), None
     if policy == "stream":  # slower to simulate, and no pools that would have to be whole
-        samples = max(300, min(12_000, 40_000 // len(lengths)))
+        samples = max(300, min(12_000, 40_000 // ranks))
+        steps = max(1, min(samples // samples_per_step, max(_FEW_STEPS, 40_000 // ranks)))
+        if steps * micro_batches <= _FEW_SLOTS:
+            slots = even_slots(_SEED, steps * micro_batches)
     else:
         # one largest pool or more; of few ranks more, for they leave more to chance
-        samples = max(max(POOL_SIZES), min(12_000, 200_000 // len(lengths)))
-    steps = max(1, samples // samples_per_step)
-    result = simulate(lengths, policy, pool_size, batch_size, steps * micro_batches, max_tokens=max_tokens)
+        steps = max(1, max(max(POOL_SIZES), min(12_000, 200_000 // ranks)) // samples_per_step)
+    result = simulate(
+        lengths, policy, pool_size, batch_size, steps * micro_batches, _SEED, max_tokens=max_tokens, slots=slots
+    )
     costs = _costs(summary, result.padded, result.longest)
     return _Prediction(
         cost.idle_fraction(costs.reshape(steps, micro_batches, -1).sum(axis=1)),

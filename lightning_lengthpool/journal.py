@@ -2,7 +2,6 @@
 
 import contextlib
 import csv
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,14 +10,16 @@ from typing import Any
 
 import numpy as np
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from numpy.typing import NDArray
 
 from lightning_lengthpool import cost, report
 from lightning_lengthpool.causes import CauseTracker, Window
 from lightning_lengthpool.findings import findings
 from lightning_lengthpool.records import COLUMNS, RunTotals, by_step
-from lightning_lengthpool.steps_file import StepsFile
+from lightning_lengthpool.run_folder import claim
+from lightning_lengthpool.run_json import About, write_about
+from lightning_lengthpool.steps_file import StepsFile, TakenError
 
 Array = NDArray[np.float64]
 
@@ -36,7 +37,8 @@ class Journal:
     """Keep the account of one `fit`, in bounded memory.
 
     Args:
-        folder: Where `steps.csv`, `run.json` and `lengths.csv` go; None to write nothing.
+        base: Where the folder of `steps.csv`, `run.json` and `lengths.csv` lies, see `run_folder.claim`; None to
+            write nothing.
         loggers: Loggers to write to.
         hosts: Host name of each data rank.
         workers: Worker processes of each data rank; None where that is not known.
@@ -49,7 +51,7 @@ class Journal:
 
     def __init__(
         self,
-        folder: Path | None,
+        base: Path | None,
         *,
         loggers: Sequence[Logger],
         hosts: Sequence[str],
@@ -68,24 +70,38 @@ class Journal:
         self._warn_hidden = measured
         self._lengths: list[Array] | None = None
         self._last_step = -math.inf
-        self._folder = folder
-        self._file = None if folder is None else StepsFile(folder / "steps.csv", max_rows)
+        self._base, self._max_rows = base, max_rows
+        self._file: StepsFile | None = None
+        self.run: str | None = None
+        """Names the run's records, for a checkpoint: see `run_json.About`."""
 
-    def start(self, step: int) -> None:
+    def start(self, step: int, run: str | None = None) -> None:
         """Begin the files.
 
         Args:
-            step: Number of the first step; rows of it and later ones that are in the file are replaced.
+            step: Number of the first step.
+            run: `run` of the checkpoint that this fit goes on from, None if there is none. Its records are continued,
+                but for the rows of `step` and later ones, which are replaced.
         """
-        if self._folder is not None and self._file is not None:
-            about = {
-                "hosts": list(self._hosts),
-                "workers_by_rank": list(self._workers),
-                "settings": dict(self._settings),
-            }
-            with self._writing():
-                self._file.start(step, ranks=len(self._hosts))
-                (self._folder / "run.json").write_text(json.dumps(about) + "\n")
+        run = run if step > 0 else None
+        with self._writing():
+            self._open(step, run)
+        if self._file is not None and step > 0 and self.run != run:
+            rank_zero_info(
+                f"SyncMonitor: {self._base} holds no records of the run that this one goes on from. Those from step "
+                f"{step} on go to {self._file.path}"
+            )
+
+    def _open(self, step: int, run: str | None) -> None:
+        if self._base is None:
+            return
+        folder, self.run = claim(self._base, run)
+        self._file = StepsFile(folder / "steps.csv", self._max_rows)
+        self._file.start(step, ranks=len(self._hosts))
+        self._write_about(folder)
+
+    def _write_about(self, folder: Path) -> None:
+        write_about(folder, About(self.run, list(self._hosts), list(self._workers), dict(self._settings)))
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -93,7 +109,7 @@ class Journal:
         try:
             yield
         except (OSError, ValueError) as error:
-            self._folder = self._file = None
+            self._base = self._file = None
             rank_zero_warn(f"SyncMonitor goes on without its files: {error}")
 
     def add(self, rows: Array) -> float:
@@ -112,18 +128,32 @@ class Journal:
         self._last_step = rows[0, -1, 0]
         # two ranks with one data rank (tensor parallelism) train on the same batches: the first stands for both
         _, firsts = np.unique(rows[:, 0, COLUMNS.index("rank")], return_index=True)
-        flat = rows[firsts].transpose(1, 0, 2).reshape(-1, rows.shape[2])
-        steps = dict(zip(COLUMNS, flat.T, strict=True))
+        columns = rows[firsts].transpose(2, 1, 0).reshape(rows.shape[2], -1)
+        steps = dict(zip(COLUMNS, columns, strict=True))
         self.totals.add(steps)
         windows = self.causes.add(steps)
-        if self._file is not None:
-            with self._writing():
-                self._file.append(steps)
+        self._append(steps)
         if self._warn_hidden and np.isnan(steps["compute_seconds"]).any():
             self._warn_hidden = False
             rank_zero_warn(HIDDEN)
         self._alert(windows)
         return self._log(by_step(steps), windows)
+
+    def _append(self, steps: Mapping[str, Array]) -> None:
+        if self._file is None or self._base is None:
+            return
+        with self._writing():
+            try:
+                self._file.append(steps)
+            except TakenError as error:
+                folder, self.run = claim(self._base, None)
+                self._file.move(folder / "steps.csv")
+                self._write_about(folder)
+                rank_zero_warn(
+                    f"SyncMonitor: {error}, which went on from a checkpoint of this one. The records of this run, "
+                    f"earlier ones too, are now in {self._file.path}"
+                )
+                self._file.append(steps)
 
     def close(self, lengths: Sequence[Array]) -> None:
         """End the account.
@@ -135,22 +165,30 @@ class Journal:
         self._alert(windows)
         self._log_windows(windows)
         self._lengths = list(lengths)
-        if self._folder is not None and any(map(len, lengths)):
-            with self._writing(), (self._folder / "lengths.csv").open("w", newline="") as file:
-                writer = csv.writer(file, lineterminator="\n")
-                writer.writerow(("rank", "tokens"))
-                writer.writerows((rank, f"{n:.15g}") for rank, own in enumerate(lengths) for n in own)
+        if self._file is not None and any(map(len, lengths)):
+            with self._writing():
+                self._write_lengths(self._file)
+
+    def _write_lengths(self, steps: StepsFile) -> None:
+        if steps.is_taken():
+            return  # the folder is another run's
+        with steps.path.with_name("lengths.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(("rank", "tokens"))
+            writer.writerows((rank, f"{n:.15g}") for rank, own in enumerate(self._lengths or ()) for n in own)
 
     def findings(self) -> list[str]:
         """Why the ranks waited and what to do, in plain words."""
         return findings(self.causes.summary(), hosts=self._hosts, lengths=self._lengths, settings=self._settings)
 
     def print(self) -> None:
-        """Print the table of the run and the findings."""
+        """Print the table of the run, the findings, and where the records are."""
         if self.totals.steps:
             report.print_table(report.steps_table(self.totals.summary()))
             for sentence in self.findings():
                 print(f"- {sentence}")
+            if self._file is not None:
+                print(f"Step records: {self._file.path}")
 
     def log_figures(self) -> None:
         """Give the figures of the report to the loggers that take figures; they are drawn from `steps.csv`."""

@@ -6,9 +6,9 @@ pass, past whatever DDP exchanges before it, to the rank's last local gradient. 
 backward pass returns is waiting.
 """
 
-import itertools
 import math
 import socket
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,14 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lengthpool.checkpoint import gather
 from lightning_lengthpool.compute_hooks import ComputeHooks
 from lightning_lengthpool.fetch_timer import FetchTimer
 from lightning_lengthpool.journal import Journal
 from lightning_lengthpool.recorder import CudaStepRecorder, StepRecorder
 from lightning_lengthpool.records import COLUMNS
 from lightning_lengthpool.reservoir import Reservoir
+from lightning_lengthpool.run_folder import base_folder
+from lightning_lengthpool.store import ALONE_SECONDS, gather
 
 SAMPLED_LENGTHS = 1000  # of each rank: enough for the advice at the end
 
@@ -57,9 +58,19 @@ class SyncMonitor(Callback):
     - `sync/padding_fraction`, `sync/useful_fraction`
     - `sync/data_wait_seconds_max` over ranks (absent for a `training_step` that fetches its batches itself)
 
-    and appends to `<trainer.log_dir>/sync/steps.csv` (columns: `records.COLUMNS`), one row for each
-    micro-batch and rank. A fit that starts at step 0 starts the file anew; a resumed one drops the rows of
-    the steps it repeats and appends. With `fast_dev_run`, which turns loggers off, no file is written.
+    and appends to `sync/steps.csv` (columns: `records.COLUMNS`), one row for each micro-batch and rank. With
+    `fast_dev_run`, which turns loggers off, no file is written.
+
+    The folder `sync` lies beside Lightning's `checkpoints`: in the first logger's own folder of the run (CSV,
+    TensorBoard: `log_dir`; W&B: `save_dir/project/run id`; MLflow: `save_dir/experiment id/run id`; others:
+    `save_dir/name/version`); `trainer.default_root_dir` takes the part of `save_dir` where a logger has none, or where
+    there is no logger. Files are written to local disks only: if that folder is a URL (`s3://`), they go to a folder
+    below `lightning_logs` in the current directory, and a warning says so once.
+
+    No two runs write one file. A run that begins where others have `sync` takes `sync_1`, `sync_2`, ...; the end of
+    `fit` prints the file's path. A run that is resumed from a checkpoint continues that run's file, if the logger
+    keeps its folder (give it a fixed `version`, or W&B's `id`): it drops the rows of the steps that it repeats. If the
+    run that made the checkpoint is still going, its records move to a new folder, with a warning.
 
     A step is what lies between two gradient reductions: accumulated micro-batches are summed before ranks are
     compared. (Lightning itself exchanges a flag before every micro-batch, where accumulating ranks may wait for each
@@ -91,8 +102,6 @@ class SyncMonitor(Callback):
         MisconfigurationException: When training starts, if neither the loader nor `length_fn` gives lengths.
     """
 
-    _fits = itertools.count()  # the same on all ranks
-
     def __init__(
         self,
         every_n_steps: int = 50,
@@ -121,13 +130,23 @@ class SyncMonitor(Callback):
         self._hooks: ComputeHooks | None = None
         self._fetches: FetchTimer | None = None
         self.journal: Journal | None = None
-        self._folder: Path | None = None
+        self._base: Path | None = None
+        self._run: str | None = None  # of the checkpoint or the fit that this one goes on from, see `Journal.run`
         self._training = self._is_ddp = False
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":  # of a trainer that goes on, for a new one is at step 0 until its checkpoint is there
+            self._run = self.journal.run if self.journal is not None and _step_number(trainer) > 0 else None
+
+    def state_dict(self) -> dict[str, Any]:
+        run = (self.journal.run if self.journal is not None else None) or self._run
+        return {} if run is None else {"run": run}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._run = state_dict.get("run")
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # asking for log_dir is a collective, so every rank must ask
-        folder = trainer.log_dir or trainer.default_root_dir
-        self._folder = None if trainer.fast_dev_run else Path(folder) / "sync"
+        self._base = base_folder(trainer) if trainer.is_global_zero and not trainer.fast_dev_run else None
         self.journal = None
         self._training = False
 
@@ -139,7 +158,6 @@ class SyncMonitor(Callback):
         self._steps = 0
         self._finished = -1  # the last step whose micro-batches are all there
         self._rows = np.empty((0, len(COLUMNS)))
-        self._name = f"steps-{next(self._fits)}"
         self._flushes = 0
         # under tensor parallelism the global rank is not the data-parallel one; the sampler's is
         sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
@@ -153,10 +171,10 @@ class SyncMonitor(Callback):
         if measured:
             self._hooks = ComputeHooks(pl_module, self._recorder, is_ddp)
         settings = _settings(trainer)
-        hosts, workers = self._hosts_and_workers(trainer, settings.get("num_workers"))
+        hosts, workers, self._name = self._agree(trainer, settings.get("num_workers"))
         if trainer.is_global_zero:
             self.journal = Journal(
-                self._folder,
+                self._base,
                 loggers=trainer.loggers,
                 hosts=hosts,
                 workers=workers,
@@ -179,7 +197,7 @@ class SyncMonitor(Callback):
         if not self._training:  # not earlier, for only now a resumed loop has counted the step that its checkpoint ends
             self._training = True
             if self.journal is not None:
-                self.journal.start(step)
+                self.journal.start(step, self._run)
         self._recorder.begin(step, lengths, *known)
         if self._hooks is not None:
             self._hooks.start_batch()
@@ -269,7 +287,11 @@ class SyncMonitor(Callback):
         own = self._collect()
         last, self._flushes = f"{self._name}-{self._flushes}", self._flushes + 1
         if self.journal is None or len(own):
-            parts = gather(own, self._rank, self._ranks, f"{self._name}-{self._flushes}", last=last)
+            progress = trainer.fit_loop.epoch_loop.batch_progress.total
+            seconds = ALONE_SECONDS if progress.ready > progress.processed else None  # in a step others may be stuck
+            name, plain = f"{self._name}-{self._flushes}", torch.from_numpy(own)
+            tensors = gather(plain, self._rank, self._ranks, name, last=last, seconds=seconds)
+            parts = [None if tensor is None else tensor.numpy() for tensor in tensors]
             if self.journal is not None and all(part is not None for part in parts):
                 count = min(map(len, parts))  # a rank that fails may be a step behind
                 if count:
@@ -285,15 +307,16 @@ class SyncMonitor(Callback):
         torch.distributed.all_gather(parts, own)
         return torch.stack(parts).cpu()
 
-    def _hosts_and_workers(self, trainer: Trainer, num_workers: int | None) -> tuple[list[str], list[int | None]]:
-        """The host name and the number of workers of each data rank."""
-        own = socket.gethostname(), num_workers
+    def _agree(self, trainer: Trainer, num_workers: int | None) -> tuple[list[str], list[int | None], str]:
+        """The host name and the number of workers of each data rank, and a name in the store that was never used."""
+        own = socket.gethostname(), num_workers, uuid.uuid4().hex
         if trainer.world_size == 1:
-            return [own[0]], [own[1]]
+            return [own[0]], [own[1]], own[2]
         found: list[Any] = [None] * trainer.world_size
         torch.distributed.all_gather_object(found, (self._rank, own))
         by_rank = [of_rank for _, of_rank in sorted(dict(reversed(found)).items())]
-        return [host for host, _ in by_rank], [workers for _, workers in by_rank]
+        hosts, workers, _ = zip(*by_rank, strict=True)
+        return list(hosts), list(workers), found[0][1][2]
 
 
 def _settings(trainer: Trainer) -> dict[str, Any]:

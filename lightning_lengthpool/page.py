@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 
 from lightning_lengthpool import __version__, cost, figures
 from lightning_lengthpool.distribution import neighbour_correlation, non_iid
+from lightning_lengthpool.out_folder import make_out
 from lightning_lengthpool.report import figure_rows, hidden_note, rank_rows
-from lightning_lengthpool.runs import Run, load_run
+from lightning_lengthpool.runs import Run, find_steps, load_run
 from lightning_lengthpool.steps_file import BLOCK
 
 Array = NDArray[np.float64]
 
+DRAWINGS = ("compute", "lengths", "causes", "distribution", "correlation")  # each becomes a PNG
 STEPS = 120  # the newest ones, which are shown step by step
 LAGS = 10
 _CHECKED = 500_000  # costs that the check for equal distributions takes at most
@@ -53,20 +55,21 @@ def report(
         The page.
 
     Raises:
-        ValueError: If `steps` is less than 2, or a run cannot be found or read, or has less than two steps.
+        ValueError: If `steps` is less than 2, a run cannot be found or read, or has less than two steps, or the folder
+            cannot be written to.
     """
     if steps < 2:
         raise ValueError(f"steps is {steps}, expected an integer of at least 2")
+    folder = find_steps(run).parent / "report" if out is None else Path(out)
+    page = make_out(folder, ["report.html", *(f"{name}.png" for name in DRAWINGS)]) / "report.html"
     loaded = load_run(run)
     other = None if baseline is None else load_run(baseline)
-    folder = loaded.path.parent / "report" if out is None else Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
     drawings = draw(loaded, other, steps)
     images = [figures.png(drawing.figure) for drawing in drawings]
     for drawing, image in zip(drawings, images, strict=True):
         (folder / f"{drawing.name}.png").write_bytes(image)
-    page = folder / "report.html"
-    page.write_text(render(loaded, other, drawings, images), encoding="utf-8")
+    # a path may hold bytes that are no text
+    page.write_bytes(render(loaded, other, drawings, images).encode("utf-8", "backslashreplace"))
     print(f"Written: {page} and its {len(drawings)} figures as PNGs beside it")
     for sentence in loaded.findings:
         print(f"- {sentence}")

@@ -1,7 +1,6 @@
 """Today's settings, as the advisor takes them: from a parsed configuration, without training anything."""
 
 import contextlib
-import json
 import os
 import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -160,11 +159,9 @@ def _limits(settings: Any, name: str) -> Iterator[tuple[str, int]]:
 
 def workers_by_rank(run: Run | None) -> tuple[int, ...] | None:
     """The `num_workers` of each rank of a run, if its `run.json` tells them."""
-    if run is None or not (path := run.path.with_name("run.json")).is_file():
-        return None
-    found = json.loads(path.read_text()).get("workers_by_rank")
-    is_good = isinstance(found, list) and found and all(isinstance(one, int) for one in found)
-    return tuple(found) if is_good else None
+    told = () if run is None else run.about.workers_by_rank or ()
+    known = tuple(workers for workers in told if workers is not None)
+    return known if known and len(known) == len(told) else None
 
 
 def machine_bytes() -> int | None:

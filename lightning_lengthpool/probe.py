@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.energon import get_savable_loader
 
+from lightning_lengthpool.arrivals import StarvedError
 from lightning_lengthpool.dataset import LengthPoolDataset
 from lightning_lengthpool.loader import TrainLoader
 
@@ -33,12 +34,17 @@ def probe(dataset: Any, pool: LengthPoolDataset, complaint: str) -> dict[str, An
         ValueError: If there is no batch in time. What the encoder raises comes through as it is.
     """
     pool.drop_batches = True
-    loader = get_savable_loader(dataset, prefetch_factor=1, watchdog_timeout_seconds=None)
+    loader = get_savable_loader(dataset, prefetch_factor=1, watchdog_timeout_seconds=None, gc_collect_every_n_steps=0)
     loader.timeout = TIMEOUT
-    trial = TrainLoader(loader, pool, length=1)
+    trial = TrainLoader(lambda state: (loader, pool, state), length=1)
     try:
         next(iter(trial))
         return trial.state()["workers"][0]["snapshot"]
+    except StarvedError as error:
+        raise ValueError(
+            f"{complaint}: it skips all samples (SkipSample), yields nothing for them or fails on them (skip_tolerance "
+            f"is {pool.skip_tolerance}). Correct it, or raise skip_tolerance; 0 sets no limit."
+        ) from error
     except RuntimeError as error:
         if "timed out" not in str(error):
             raise

@@ -1,17 +1,15 @@
 """The file of lengths that all ranks aim at: a CSV with a column `tokens` and, for classes, a column `class`."""
 
-import csv
 import hashlib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from lightning_lengthpool.cost_models import CostModel
+from lightning_lengthpool.lengths_file import read_lengths
 from lightning_lengthpool.order import batch_shares
 from lightning_lengthpool.pool import ClassFn, PoolSettings
 from lightning_lengthpool.stream import Array, Reference
@@ -27,13 +25,23 @@ class ReferenceLengths:
     """
 
     path: str
-    lengths: Mapping[str | None, list[float]]
+    lengths: Mapping[str | None, Array]
 
     @cached_property
     def digest(self) -> str:
         """A text that differs if the lengths do; their order in the file does not matter."""
-        rows = sorted(f"{kind}:{length!r}" for kind, own in self.lengths.items() for length in own)
-        return hashlib.sha256("\n".join(rows).encode()).hexdigest()[:12]
+        rows = []
+        for kind, own in self.lengths.items():  # of a large file most lengths occur many times
+            bits, counts = np.unique(
+                own.view(np.int64), return_counts=True
+            )  # bits: 0.0 and -0.0 are written differently
+            lengths = bits.view(np.float64).tolist()
+            rows += [(f"{kind}:{length!r}", count) for length, count in zip(lengths, counts.tolist(), strict=True)]
+        digest, separator = hashlib.sha256(), ""
+        for row, count in sorted(rows):
+            digest.update((separator + "\n".join([row] * count)).encode())
+            separator = "\n"
+        return digest.hexdigest()[:12]
 
     def __str__(self) -> str:
         return f"{sum(map(len, self.lengths.values()))} lengths ({self.digest})"
@@ -53,13 +61,11 @@ class ReferenceLengths:
                 f"reference_lengths is {self.path!r}, which has no column 'class', but a batch is to hold one class. "
                 "Write the class of each sample into the file, or leave class_fn and class_shares out."
             )
-        grouped: dict[str | None, list[float]] = dict(self.lengths)
-        if not by_class:
-            grouped = {None: [length for own in self.lengths.values() for length in own]}
+        grouped = dict(self.lengths) if by_class else {None: np.concatenate([*self.lengths.values()])}
         if model is None:
             return Reference(grouped)
         try:
-            return Reference({kind: [model.of_length(length) for length in own] for kind, own in grouped.items()})
+            return Reference({kind: _priced(own, model) for kind, own in grouped.items()})
         except ValueError as error:
             raise ValueError(
                 f"reference_lengths is {self.path!r}, whose lengths have no cost by {model!r}: {error} Leave "
@@ -67,79 +73,20 @@ class ReferenceLengths:
             ) from error
 
 
-class LengthRow(NamedTuple):
-    """A row of a file of lengths; class and rank are None if the file has no column for them."""
-
-    tokens: float
-    kind: str | None
-    rank: int | None
+def _priced(lengths: Array, model: CostModel) -> Array:
+    """What a sample of each length costs; each length that occurs is asked for once."""
+    known, index = np.unique(lengths, return_inverse=True)
+    costs: Array = np.array([model.of_length(length) for length in known.tolist()])[index]
+    return costs
 
 
 def read_reference_lengths(path: str | Path) -> ReferenceLengths:
     """Read the file.
 
     Raises:
-        FileNotFoundError: If it is not there.
-        ValueError: If it has no column `tokens` or no rows, or a row is wrong; the message names the line.
+        FileNotFoundError, ValueError: As `lengths_file.read_lengths`.
     """
-    lengths: dict[str | None, list[float]] = {}
-    for row in read_lengths(path, "reference_lengths"):
-        lengths.setdefault(row.kind, []).append(row.tokens)
-    return ReferenceLengths(str(path), lengths)
-
-
-def read_lengths(path: str | Path, setting: str, *, has_ranks: bool = False) -> list[LengthRow]:
-    """Read a file of lengths.
-
-    Args:
-        path: A CSV file with a column `tokens`, and maybe `class` and `rank`.
-        setting: What names the file, for messages.
-        has_ranks: Whether a column `rank` is read; else it may hold anything.
-
-    Raises:
-        FileNotFoundError, ValueError: As `read_reference_lengths`.
-    """
-    if not isinstance(path, (str, Path)):
-        raise ValueError(f"{setting} is {path!r}, expected the path of a CSV file")
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"{setting} is {str(path)!r}, but no file is there")
-    rows: list[LengthRow] = []
-    with open(path, newline="", encoding="utf-8-sig", errors="replace") as file:  # spreadsheets put a mark before it
-        reader = csv.DictReader(file, skipinitialspace=True)
-        try:
-            names = reader.fieldnames or []
-            if "tokens" not in names:
-                raise ValueError(
-                    f"{setting} is {str(path)!r}, which has no column 'tokens': its first line has to name the "
-                    f"columns ('tokens', or 'tokens,class'), and is {','.join(names)!r}"
-                )
-            for row in reader:
-                where = f"line {reader.line_num} of {setting} {str(path)!r}"
-                rows.append(_read_row(row, where, has_ranks=has_ranks))
-        except csv.Error as error:
-            where = f"line {reader.reader.line_num} of {setting} {str(path)!r}"
-            raise ValueError(f"{where} cannot be read: {error}") from error
-    if not rows:
-        raise ValueError(f"{setting} is {str(path)!r}, which has no lengths below its first line")
-    return rows
-
-
-def _read_row(row: Mapping[str, str | None], where: str, *, has_ranks: bool) -> LengthRow:
-    try:
-        length = float(row["tokens"])  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise ValueError(f"{where} has the length {row['tokens']!r}, expected a number of tokens") from None
-    if not 0 <= length < math.inf:
-        raise ValueError(f"{where} has the length {length:g}, expected a finite number of at least 0")
-    kind = row.get("class")
-    if kind == "" or (kind is None and "class" in row):
-        raise ValueError(f"{where} names no class, though the file has a column for it")
-    rank = row.get("rank")
-    if not has_ranks or "rank" not in row:
-        return LengthRow(length, kind, None)
-    if rank is None or not rank.strip().isdecimal():
-        raise ValueError(f"{where} has the rank {rank!r}, expected an integer of at least 0")
-    return LengthRow(length, kind, int(rank))
+    return ReferenceLengths(str(path), read_lengths(path, "reference_lengths").by_class())
 
 
 def with_reference(

@@ -67,6 +67,7 @@ def simulate(
     classes: Sequence[ArrayLike] | None = None,
     class_shares: Sequence[float] | None = None,
     is_cycle: bool = False,
+    slots: Sequence[int] | None = None,
 ) -> Simulation:
     """The batches that each rank would train on.
 
@@ -103,6 +104,8 @@ def simulate(
         class_shares: Share of the batches that each class has, by its number. By default the share that it has of those
             that all samples make.
         is_cycle: Whether samples come in their order, around and around, as over epochs.
+        slots: The slots whose random numbers the batches of each worker take, as many as it makes; for 'stream' only.
+            By default 0, 1, 2, ..., as in training.
 
     Raises:
         ValueError: If an argument is out of its range, or streams that are read once are too short for a batch; the
@@ -172,6 +175,7 @@ def simulate(
                 source,
                 pool_size,
                 None if steps is None else _turns(steps, number % workers, workers),
+                slots,
             )
             for number, source in enumerate(sources)
         ]
@@ -185,7 +189,8 @@ def simulate(
     ranks = range(0, len(values), workers)
     joined = [_join(streams[first : first + workers], values[first : first + workers], steps) for first in ranks]
     scored = [
-        _score(own, np.concatenate(values[first : first + workers])) for own, first in zip(joined, ranks, strict=True)
+        _score(own, values[first] if workers == 1 else np.concatenate(values[first : first + workers]))
+        for own, first in zip(joined, ranks, strict=True)
     ]
     tokens, longest = (np.stack(own, axis=1) for own in zip(*scored, strict=True))
     samples, classes_, missed = (np.stack(own, axis=1) for own in list(zip(*joined, strict=True))[1:])
@@ -249,7 +254,13 @@ class _Pools(NamedTuple):
 
 
 def _stream(
-    pool: SortedPool, costs: Array, kinds: Indices | None, source: _Source, pool_size: int, batches: int | None
+    pool: SortedPool,
+    costs: Array,
+    kinds: Indices | None,
+    source: _Source,
+    pool_size: int,
+    batches: int | None,
+    slots: Sequence[int] | None,
 ) -> _Batches:
     """As many samples come in as leave, so that the pool stays at `pool_size`; without `batches` to a stream's end."""
     taken: list[int] = []  # numbers of arrival
@@ -266,7 +277,7 @@ def _stream(
     labels: list[Hashable] = []
     first = pool_size  # and the number of the first of these
     while not is_over and (batches is None or slot < batches):
-        block = take(slot)
+        block = take(slot if slots is None else slots[slot])
         slot += 1
         taken += block.numbers
         samples.append(len(block.numbers))
@@ -344,6 +355,8 @@ def _checked_lengths(name: str, lengths: Sequence[ArrayLike]) -> list[Array]:
         raise ValueError(f"{name} has no rank, expected those of at least one")
     arrays = [np.asarray(own, dtype=np.float64) for own in lengths]
     for rank, values in enumerate(arrays):
+        if rank and values is arrays[rank - 1]:
+            continue  # of ranks of one distribution
         if values.ndim != 1 or not values.size or not (np.isfinite(values) & (values >= 0)).all():
             raise ValueError(f"{name} of rank {rank} must be one or more finite numbers, none negative")
     return arrays

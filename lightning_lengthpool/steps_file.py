@@ -6,9 +6,12 @@ middle of writing: what follows the last newline is never read, nor is a last mi
 """
 
 import os
+import uuid
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -18,11 +21,18 @@ BLOCK = 100
 """Steps that a thinned file keeps or drops together, so that steps in a row stay in a row."""
 
 _HEADER = ",".join(COLUMNS) + "\n"
-_FORMAT = ",".join("%.6f" if name.endswith("seconds") else "%.15g" for name in COLUMNS) + "\n"
+
+
+class TakenError(OSError):
+    """Another run has put its own file where this run's was."""
 
 
 class StepsFile:
     """Write step records. Call `start` before the first `append`.
+
+    It writes only to files that it made itself. So rows of two runs never meet in one, whenever a second run continues
+    the file: that one begins with a copy of the rows that it keeps, which takes the path, and `append` of the first
+    raises `TakenError`, after which `move` brings its own rows elsewhere.
 
     A file that would grow beyond `max_rows` is thinned: it keeps every second block of `BLOCK` steps, later every
     fourth, and so on (step `s` stays if `s // BLOCK` is a multiple of 2, 4, ...), and from then on the rows of
@@ -45,6 +55,9 @@ class StepsFile:
         self.max_rows = max_rows
         self._rows: int | None = None  # of the file; None before start
         self._every = 1  # one block in so many is kept: a power of two
+        self._inode: tuple[int, int] | None = None  # of the file that this object made
+        self._descriptor = -1  # of that file
+        self._release: weakref.finalize[..., StepsFile] | None = None
 
     def start(self, step: int, ranks: int | None = None) -> None:
         """Begin the file, or continue that of a run which is resumed.
@@ -82,6 +95,7 @@ class StepsFile:
         Raises:
             RuntimeError: If `start` was not called.
             OSError: If the file cannot be written, say on a full disk; it stays as it was.
+            TakenError: If another run has taken the path; nothing is written.
         """
         if self._rows is None:
             raise RuntimeError(f"StepsFile({str(self.path)!r}): call start(step) before the first append.")
@@ -90,6 +104,7 @@ class StepsFile:
             return
         if not self.path.exists():  # removed during the run
             self._replace(())
+        self._check(os.stat(self.path))
         kept = table[table[:, 0] // BLOCK % self._every == 0]
         while self.max_rows is not None and self._rows + len(kept) > self.max_rows:
             if table[-1, 0] < BLOCK * self._every:  # the first block alone is left, and stays at every level
@@ -99,7 +114,7 @@ class StepsFile:
             self._every *= 2
             kept = table[table[:, 0] // BLOCK % self._every == 0]
             self._replace(line for line in _lines(self.path) if int(line.partition(",")[0]) // BLOCK % self._every == 0)
-        lines = ((_FORMAT * len(kept)) % tuple(kept.ravel().tolist())).replace("nan", "").splitlines(keepends=True)
+        lines = _text(kept).splitlines(keepends=True)
         if not self._rows:
             # never a part of the first micro-batch: nothing in it would tell how many ranks are missing
             self._replace(lines)
@@ -107,8 +122,27 @@ class StepsFile:
             self._write("".join(lines).encode())
             self._rows += len(lines)
 
+    def move(self, path: Path) -> None:
+        """Go on at another path, with all rows so far, also if another run has taken the old one.
+
+        Raises:
+            OSError: If the rows cannot be read any more; nothing is written.
+        """
+        rows = _lines(Path(f"/proc/self/fd/{self._descriptor}"))  # it has no name any more
+        self.path = path
+        self._replace(rows)
+
+    def is_taken(self) -> bool:
+        """Whether another run has put its own file at the path."""
+        return self.path.exists() and _inode(os.stat(self.path)) != self._inode
+
+    def _check(self, status: os.stat_result) -> None:
+        if _inode(status) != self._inode:
+            raise TakenError(f"another run writes {self.path}")
+
     def _write(self, data: bytes) -> None:
-        with self.path.open("ab", buffering=0) as file:
+        with self.path.open("r+b", buffering=0) as file:
+            self._check(os.fstat(file.fileno()))
             end = file.seek(0, os.SEEK_END)
             try:
                 while data:  # once, unless the system takes only a part
@@ -120,7 +154,7 @@ class StepsFile:
     def _replace(self, lines: Iterable[str]) -> None:
         """Write the file again as a whole; until that is done the old one stays."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        new = self.path.with_name(f"{self.path.name}.tmp")
+        new = self.path.with_name(f"{self.path.name}.{uuid.uuid4().hex[:8]}.tmp")
         rows = 0
         try:
             with new.open("w", encoding="latin-1", newline="\n") as file:
@@ -130,11 +164,20 @@ class StepsFile:
                     rows += 1
                 file.flush()
                 os.fsync(file.fileno())  # else a machine that goes down may leave the new name and no content
-            os.replace(new, self.path)
+                os.replace(new, self.path)
+                self._keep(file)
         except BaseException:
             new.unlink(missing_ok=True)
             raise
         self._rows = rows
+
+    def _keep(self, file: IO[str]) -> None:
+        """Remember the file as this object's; as long as it is open no other one gets its number."""
+        if self._release is not None:
+            self._release()
+        self._descriptor = os.dup(file.fileno())
+        self._release = weakref.finalize(self, os.close, self._descriptor)
+        self._inode = _inode(os.fstat(self._descriptor))
 
 
 def read_steps(path: str | Path) -> dict[str, Array]:
@@ -150,8 +193,8 @@ def read_steps(path: str | Path) -> dict[str, Array]:
         One float64 array for each of `COLUMNS`, one entry a row of the whole micro-batches; NaN for an empty cell.
 
     Raises:
-        ValueError: If the header is not that of a step record file, or a line that was not cut off is no record;
-            the message names the file and the line.
+        ValueError: If the header is not that of a step record file, a line that was not cut off is no record, or steps
+            go back, as in a file into which two runs wrote; the message names the file and the line.
     """
     path = Path(path)
     lines = (_filled(line) for line in _lines(path))
@@ -162,6 +205,8 @@ def read_steps(path: str | Path) -> dict[str, Array]:
         table = np.loadtxt(chain([first], lines), delimiter=",", comments=None, ndmin=2)
         if table.shape[1] != len(COLUMNS) or not np.isfinite(table[:, :2]).all():
             raise ValueError(f"every row needs {len(COLUMNS)} cells, and a step and a rank")
+        if (np.diff(table[:, 0]) < 0).any():
+            raise ValueError("steps go back")
     except ValueError as error:
         for _ in _whole_rows(path):  # slow, but finds the line
             pass
@@ -203,6 +248,21 @@ def _filled(line: str) -> str:
     return line.replace(",,", ",nan,").replace(",,", ",nan,").replace(",\n", ",nan\n")
 
 
+def _text(table: Array) -> str:
+    """The lines of some rows: seconds with 6 decimals, all else with up to 15 digits, and nothing for NaN."""
+    cells: list[float | None] = [None] * table.size
+    formats = []
+    for index, (name, column) in enumerate(zip(COLUMNS, table.T, strict=True)):
+        kind = "%.6f" if name.endswith("seconds") else "%.15g"
+        # the same text in a third of the time: most columns are counts
+        if kind == "%.15g" and ((np.rint(column) == column) & (column < 1e15) & ~np.signbit(column)).all():
+            kind, column = "%d", column.astype(np.int64)
+        formats.append(kind)
+        cells[index :: len(COLUMNS)] = column.tolist()
+    line = ",".join(formats) + "\n"
+    return (line * len(table) % tuple(cells)).replace("nan", "")
+
+
 def _lines(path: Path) -> Iterator[str]:
     """Yield the lines after the header; without the last one if it has no newline, for it may be a part.
 
@@ -232,6 +292,11 @@ def _whole_rows(path: Path) -> Iterator[tuple[int, str]]:
             raise ValueError(
                 f"{path}, line {number} is no step record: {line[:200]!r}. Take the line out, or move the file away."
             ) from None
+        if batch and step < batch[-1][0]:
+            raise ValueError(
+                f"{path}, line {number}: step {step} comes after step {batch[-1][0]}, so the file holds rows of more "
+                "than one run. Each run needs a file of its own; move this one away."
+            )
         if ranks and rank <= ranks[-1]:
             yield from batch
             batch, ranks, previous = [], [], ranks
@@ -259,6 +324,10 @@ def _step_and_rank(line: str) -> tuple[int, int]:
     for cell in others:
         float(cell.strip() or "nan")
     return int(step), int(rank)
+
+
+def _inode(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 def _lacks_ranks(ranks: Sequence[float], previous: Sequence[float]) -> bool:

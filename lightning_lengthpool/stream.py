@@ -128,6 +128,20 @@ def _draws(seed: int, worker: int, slot: int) -> tuple[float, float]:
     return rng.random(), rng.random()
 
 
+@lru_cache(maxsize=8)
+def even_slots(seed: int, count: int) -> tuple[int, ...]:
+    """Slots whose random numbers lie evenly between 0 and 1, in their order: the first one in each of `count` parts.
+
+    A simulation of so few steps else has the most expensive blocks too often, or not at all.
+    """
+    first: dict[int, int] = {}
+    slot = 0
+    while len(first) < count:
+        first.setdefault(int(_draws(seed, 0, slot)[1] * count), slot)
+        slot += 1
+    return tuple(sorted(first.values()))
+
+
 @dataclass
 class _Sorted:
     """The samples of one class: two arrays, for inserting into them takes microseconds at any size in use."""
@@ -341,7 +355,8 @@ class SortedPool:
     def _suffices(self, kind: Hashable) -> bool:
         """Whether a class can fill a batch, or the pool has nothing else."""
         size = (self._batch_size or 1) if self._budget is None else 1
-        return len(self._classes[kind].costs) >= min(size, len(self))
+        held = len(self._classes[kind].costs)
+        return held >= size or held >= len(self)
 
     def _nearest_class(self, wanted: Hashable, u: float) -> Hashable:
         """The class that holds the cost nearest to what the slot was meant for."""

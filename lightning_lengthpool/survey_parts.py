@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
 
@@ -66,6 +66,7 @@ class Survey:
         failed_key: What is known of the first failed sample; None if none has failed.
         over_budget: Samples that alone cost more than `max_tokens`.
         has_ranks: Whether the streams tell the ranks apart; False for lengths of the data set as a whole.
+        drawn_from: The number of lengths from which these were drawn at random; None if all that are known are here.
     """
 
     ranks: int
@@ -83,6 +84,7 @@ class Survey:
     failed_key: str | None = None
     over_budget: int = 0
     has_ranks: bool = True
+    drawn_from: int | None = None
 
     @property
     def lengths(self) -> Array:
@@ -124,11 +126,12 @@ class Survey:
 
 
 def survey_of_lengths(
-    lengths: Sequence[float],
+    lengths: ArrayLike,
     *,
     ranks: int,
     classes: Sequence[str] | None = None,
-    rank_of: Sequence[int] | None = None,
+    rank_of: ArrayLike | None = None,
+    drawn_from: int | None = None,
 ) -> Survey:
     """A survey of lengths alone, which are known from somewhere.
 
@@ -137,16 +140,24 @@ def survey_of_lengths(
         ranks: Data-parallel ranks.
         classes: Class of each sample; None without classes.
         rank_of: Rank of each sample; None if the lengths do not tell the ranks apart.
+        drawn_from: As `Survey.drawn_from`.
     """
-    values, numbers = np.asarray(lengths, dtype=np.float64), np.zeros(len(lengths), dtype=np.int64)
-    if rank_of is not None:
-        numbers = np.asarray(rank_of, dtype=np.int64)
+    values = np.asarray(lengths, dtype=np.float64)
+    numbers = np.zeros(len(values), dtype=np.int64) if rank_of is None else np.asarray(rank_of, dtype=np.int64)
+    order = np.argsort(numbers, kind="stable")
+    found, starts = np.unique(numbers[order], return_index=True)
     streams = []
-    for rank in np.unique(numbers):
-        (mine,) = np.nonzero(numbers == rank)
-        kinds = None if classes is None else tuple(classes[int(index)] for index in mine)
-        streams.append(Stream(int(rank), 0, values[mine], values[mine], kinds))
-    return Survey(ranks=ranks, num_workers=0, streams=tuple(streams), asked=len(values), has_ranks=rank_of is not None)
+    for rank, mine in zip(found.tolist(), np.split(order, starts[1:]), strict=True):
+        kinds = None if classes is None else tuple(classes[index] for index in mine.tolist())
+        streams.append(Stream(rank, 0, values[mine], values[mine], kinds))
+    return Survey(
+        ranks=ranks,
+        num_workers=0,
+        streams=tuple(streams),
+        asked=len(values),
+        has_ranks=rank_of is not None,
+        drawn_from=drawn_from,
+    )
 
 
 def _join(arrays: Iterable[Array]) -> Array:

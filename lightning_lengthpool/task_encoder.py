@@ -35,6 +35,9 @@ _STATELESS_METHODS = (
 )
 
 
+_NO_CODE = (lambda: None).__code__
+
+
 class _RestorablePacks(PackingDataset):
     """energon's packing, whose packs can be restored also if `postencode_sample` has made their samples.
 
@@ -199,6 +202,15 @@ def packs_several(task_encoder: TaskEncoder) -> str | None:
     """The name of the method that makes several packs of one selection, which energon cannot repeat; None if not."""
     method = task_encoder.pack_selected_samples
     return method.__qualname__ if inspect.isgeneratorfunction(inspect.unwrap(method)) else None
+
+
+def methods_with_seeds(task_encoder: TaskEncoder) -> list[str]:
+    """The names of the encoder's methods that draw random numbers again as they were (`restore_seeds=True`)."""
+    methods = [getattr(task_encoder, name) for name in _STATELESS_METHODS]
+    methods += [cooker.cook for cooker in task_encoder.cookers]
+    # energon leaves no other mark on a method: its wrapper remembers the worker's seed.
+    seeded = [method for method in methods if "worker_seed" in getattr(method, "__code__", _NO_CODE).co_freevars]
+    return [method.__qualname__ for method in seeded]
 
 
 def warn_not_stateless(task_encoder: TaskEncoder) -> None:

@@ -2,9 +2,12 @@
 
 A worker is forked from the training process and takes over its signal handlers, with everything that these refer to.
 SLURM signals every process of a step: a worker would run the handler with which Lightning saves a checkpoint, and write
-the state of the moment of the fork over the real one. So a worker forgets the handlers before one can run. And torch's
-workers look for their parent only between two batches: here a thread looks once a second, and a worker whose parent was
-killed ends, however busy it is.
+the state of the moment of the fork over the real one. So a worker forgets the handlers before one can run. It ignores
+what the training process handles, and SIGUSR1 and SIGUSR2, because training goes on after them. SIGTERM ends it, as
+ever with torch: quietly if the training process has sent it; if somebody else has, that process gets torch's error.
+
+And torch's workers look for their parent only between two batches: here a thread looks once a second, and a worker
+whose parent was killed ends, however busy it is.
 """
 
 import multiprocessing

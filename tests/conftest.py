@@ -1,5 +1,6 @@
 """Small energon data sets whose samples are their own lengths, and a file of step records."""
 
+import gc
 import io
 import tarfile
 from collections.abc import Callable, Sequence
@@ -64,6 +65,12 @@ def dataset(tmp_path: Path) -> Callable[..., Path]:
     return lambda lengths, **kwargs: write_dataset(tmp_path / f"data{next(count)}", lengths, **kwargs)
 
 
+def write_metadataset(path: Path, train: str) -> Path:
+    """Write the YAML of a metadataset whose train split is `train`, as YAML says it."""
+    path.write_text(f"__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train: {train}\n")
+    return path
+
+
 # two ranks; step 4 has two micro-batches, step 5 one, and in step 6 rank 1's compute is absent
 STEP_ROWS = """\
 4,0,2,8,5,10,0,0.5,1.0,2.0,4.0
@@ -83,3 +90,9 @@ def steps_csv(tmp_path: Path) -> Path:
     path = tmp_path / "steps.csv"
     path.write_text(f"{','.join(COLUMNS)}\n{STEP_ROWS}")
     return path
+
+
+@pytest.fixture(autouse=True)
+def quick_garbage_collection() -> None:
+    """energon collects garbage whenever a loader starts; what is imported by now is none, and takes the longest."""
+    gc.freeze()

@@ -22,8 +22,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_lengthpool import LengthPoolDataModule, advise
 from lightning_lengthpool.advise import advise_config
 from lightning_lengthpool.cli import main, parse_config
+from lightning_lengthpool.lengths_file import read_lengths
 from lightning_lengthpool.plans import machine_bytes, make_data, workers_by_rank
-from lightning_lengthpool.reference import read_lengths, read_reference_lengths
+from lightning_lengthpool.reference import read_reference_lengths
 from lightning_lengthpool.world import world_of
 
 ROOT = Path(__file__).parent.parent
@@ -308,7 +309,7 @@ def test_a_file_of_lengths_is_advised_on(
     out = tmp_path / "out"
     main(["advise", "--lengths", path, "--world_size", "4", "--batch_size", "2", "--out", str(out)])
     assert "Recommendation" in capsys.readouterr().out
-    assert read_reference_lengths(out / "lengths.csv").lengths == {None: LENGTHS}
+    assert read_lengths(out / "lengths.csv", "file").tokens.tolist() == LENGTHS
     assert (out / "advice.json").is_file() and (out / "advice.png").is_file()
 
 

@@ -10,8 +10,10 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from lightning_lengthpool.cli import main
 from lightning_lengthpool.records import COLUMNS
@@ -105,6 +107,72 @@ def test_compare_measures_the_policies_side_by_side(cache: Path, tmp_path: Path)
     for rank in "01":  # the same samples, in another order
         lengths = [[row["tokens"] for row in policy if row["rank"] == rank] for policy in rows]
         assert lengths[0] != lengths[1] and sorted(lengths[0]) == sorted(lengths[1])
+
+
+def test_compare_takes_what_fit_takes(cache: Path, tmp_path: Path) -> None:
+    args = ["compare", *configs("demo"), "--data.init_args.batch_size", "4", "--policies", "none", "pool"]
+    args += ["--data.init_args.pool_size=8", "--trainer.max_steps", "5", "--trainer.devices=1", "--seed_everything=7"]
+    args += ["--trainer.strategy=auto", "--model.lr", "0.5", "--optimizer=SGD", "--optimizer.lr=0.1", "--out", "out"]
+    args += ["--trainer.limit_val_batches=1", "--trainer.callbacks+=lightning.pytorch.callbacks.LearningRateMonitor"]
+    for _ in range(2):  # the second comparison replaces the first
+        done = run(args, cache, tmp_path)
+    assert "6 steps a run: 5 were asked for" in done.stdout  # three pools of two batches
+    result = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert result["steps"] == 6 and "--data.init_args.batch_size" in result["arguments"]
+    for policy in ("none", "pool"):
+        folder = tmp_path / "out" / f"{policy}-0"
+        rows = steps(folder / "sync" / "steps.csv")
+        assert [(row["step"], row["rank"], row["samples"]) for row in rows] == [(str(s), "0", "4") for s in range(6)]
+        ran = yaml.safe_load((folder / "config.yaml").read_text())
+        assert (ran["seed_everything"], ran["model"]["init_args"]["lr"]) == (7, 0.5)
+        data = ran["data"]["init_args"]
+        assert (data["policy"], data["batch_size"], data["pool_size"]) == (policy, 4, 8)
+        assert ran["optimizer"]["class_path"] == "torch.optim.SGD" and ran["optimizer"]["init_args"]["lr"] == 0.1
+        names = [callback["class_path"].rpartition(".")[2] for callback in ran["trainer"]["callbacks"]]
+        assert names == ["SyncMonitor", "LearningRateMonitor"]
+
+
+def test_an_option_that_fit_does_not_take_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for command in (["compare"], ["advise"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*command, *configs("demo"), "--data.init_args.pool_sise=8", "--out", str(tmp_path)])
+        assert ended.value.code == 2 and "pool_sise" in capsys.readouterr().err
+    for command in (["report", str(tmp_path)], ["advise", "--lengths", "x.csv"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*command, "--data.init_args.pool_size=8"])
+        assert ended.value.code == 2 and "--data.init_args.pool_size=8" in capsys.readouterr().err
+
+
+def test_advise_takes_the_options_of_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[Any, dict[str, Any]]] = []
+    monkeypatch.setattr(
+        "lightning_lengthpool.advise.advise_config", lambda config, **rest: given.append((config, rest))
+    )
+    main(["advise", *configs("demo"), "--data.init_args.batch_size", "4", "--samples", "9", "--trainer.devices=3"])
+    ((config, rest),) = given
+    assert config["data"]["init_args"]["batch_size"] == 4 and int(config["trainer"]["devices"]) == 3
+    assert rest == {"samples": 9, "out": "runs/advise"}
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["compare", *configs("demo"), "--out", "s3://b/x"],
+        ["advise", *configs("demo"), "--out", "s3://b/x"],
+        ["advise", "--lengths", "s3://b/x"],
+        ["advise", "--lengths", "x.csv", "--batch_size", "1", "--world_size", "2", "--run", "s3://b/x"],
+        ["report", "s3://b/x"],
+        ["report", ".", "--out", "memory://x"],
+    ],
+)
+def test_a_url_where_a_local_path_is_needed_is_named(
+    args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(args)
+    assert ended.value.code == 2 and "expected a path on this machine, not a URL" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_that_fails_ends_compare_with_its_output(cache: Path, tmp_path: Path) -> None:

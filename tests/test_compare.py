@@ -3,6 +3,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from lightning_lengthpool.compare import compare, last_logged, steps_per_pool
 
@@ -50,6 +51,48 @@ def test_under_torchrun_it_says_how_to_start_it(monkeypatch: pytest.MonkeyPatch)
 def test_a_number_out_of_range_is_named(numbers: dict) -> None:
     with pytest.raises(ValueError, match="expected integers of at least 1"):
         compare(config(), ["x.yaml"], ["none"], **numbers)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("--data.init_args.policy", "compare sets data.policy itself: name the policies with --policies"),
+        ("--data.policy=pool", "compare sets data.policy itself"),
+        ("--data.init_args.virtual_epoch_length=9", "compare sets data.virtual_epoch_length itself"),
+        ("--trainer.logger=false", "compare sets trainer.logger itself: the logs of each run lie in --out"),
+        ("--trainer.logger.init_args.save_dir=x", "compare sets trainer.logger itself"),
+        ("--trainer.logger+=lightning.pytorch.loggers.CSVLogger", "compare sets trainer.logger itself"),
+        (
+            "--trainer.max_epochs=3",
+            "compare sets trainer.max_epochs itself: it is 1 in every run. Leave --trainer.max_",
+        ),
+        ("--trainer.max_ep=3", "compare sets trainer.max_epochs itself"),  # which fit understands
+        ("--trainer.max_steps=3", "compare sets trainer.max_steps itself: --steps is given"),
+        ("--ckpt_path=x.ckpt", "compare sets ckpt_path itself: every run starts from the beginning"),
+    ],
+)
+def test_an_option_that_contradicts_compare_is_refused(override, said, tmp_path):
+    given = config()
+    given["trainer"]["max_epochs"] = 3
+    with pytest.raises(ValueError, match=said):
+        compare(
+            given, [], ["none"], steps=5, overrides=["--data.init_args.batch_size", "4", override], out=str(tmp_path)
+        )
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("name", "of"), [("ckpt_path", ""), ("fast_dev_run", "trainer")])
+def test_a_config_that_cannot_be_compared_is_refused(name, of, tmp_path):
+    given = config()
+    (given[of] if of else given)[name] = "x"
+    with pytest.raises(ValueError, match=f"{name}.* out"):
+        compare(given, [], ["none"], out=str(tmp_path))
+
+
+def test_two_comparisons_never_write_into_one_folder(tmp_path):
+    with FileLock(tmp_path / "compare.lock"), pytest.raises(ValueError, match=r"another compare writes into .*--out"):
+        compare(config(), [], ["none"], out=str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["compare.lock"]
 
 
 def test_the_last_logged_value_of_the_validation_loss_counts(tmp_path: Path) -> None:

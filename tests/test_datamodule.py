@@ -3,13 +3,14 @@
 import multiprocessing
 import os
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import LengthEncoder, LengthSample
+from conftest import LengthEncoder, LengthSample, write_dataset, write_metadataset
 from lightning.pytorch import LightningModule, Trainer
 from megatron.energon import DefaultTaskEncoder, SkipSample, TextSample, WorkerConfig, stateless
 from ranks import run_ranks
@@ -477,6 +478,24 @@ def test_settings_that_differ_on_one_rank_are_an_error_on_all(dataset: Callable[
         assert all("settings differ between the ranks" in message for message in messages)
 
 
+def fit_with_own_data(paths: list[str], folder: str) -> str:
+    """Each rank has data of its own."""
+    try:
+        trainer(Path(folder), devices=2, strategy="ddp", max_steps=1).fit(
+            Recorder(), data(Path(paths[int(os.environ["RANK"])]))
+        )
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_data_that_differ_on_one_rank_are_an_error_on_all(dataset: Callable[..., Path], tmp_path: Path) -> None:
+    first, copy, other = dataset(LENGTHS), dataset(LENGTHS), dataset(LENGTHS[::-1])
+    messages = run_ranks(fit_with_own_data, 2, paths=[str(first), str(other)], folder=str(tmp_path))
+    assert all("some ranks find other training data than others" in message for message in messages)
+    assert run_ranks(fit_with_own_data, 2, paths=[str(first), str(copy)], folder=str(tmp_path)) == ["no error"] * 2
+
+
 def test_two_ranks_train_on_a_budget(dataset: Callable[..., Path], tmp_path: Path) -> None:
     settings = {"batch_size": None, "policy": "stream", "max_tokens": 2500, "num_workers": 1}
     path = dataset(LENGTHS, val=[5] * 4)
@@ -537,6 +556,35 @@ def test_a_pool_that_is_off_gets_no_warning(settings: dict) -> None:
     data(Path("anywhere"), batch_size=4, **settings)
 
 
+@pytest.mark.parametrize("setting", ["path", "val_path", "reference_lengths"])
+@pytest.mark.parametrize("value", [3, ["a"], "", "s3://bucket/x", "file://x"])
+def test_a_path_that_cannot_be_is_named_at_once(setting: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{setting} is {re.escape(repr(value))}, (expected|but energon reads)"):
+        data(**{"path": Path("x"), "policy": "stream", setting: value})
+
+
+def test_no_path_is_named_at_once() -> None:
+    with pytest.raises(ValueError, match="^path is None, expected an energon data set"):
+        data(None)
+
+
+@pytest.mark.parametrize("form", ["~/{}", "file://{home}/{}"])
+def test_a_home_folder_and_a_file_url_are_paths(
+    dataset: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path, val_path = dataset(LENGTHS), dataset(LENGTHS, val=[5] * 4)
+    (tmp_path / "lengths.csv").write_text("tokens\n5\n50\n")
+    where = [form.format(name, home=tmp_path) for name in (path.name, val_path.name, "lengths.csv")]
+    module = data(where[0], val_path=where[1], reference_lengths=where[2], policy="stream")
+    recorder = Recorder()
+    trainer(tmp_path, max_steps=2, val_check_interval=2).fit(recorder, module)
+    assert len(recorder.train_keys) == 2 and len(recorder.val_runs[-1]) == 4
+    # A subclass that finds its data in `setup` may say it in the same way.
+    module.path = form.format(path.name, home=tmp_path)
+    assert next(iter(module.train_dataloader()))["keys"]
+
+
 def test_a_missing_path_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="path is '.*nowhere', but nothing is there"):
         data(tmp_path / "nowhere").setup("fit")
@@ -550,6 +598,18 @@ def test_a_folder_that_is_not_prepared_is_named_with_the_command(tmp_path: Path)
 def test_fewer_samples_than_workers_is_an_error(dataset: Callable[..., Path]) -> None:
     with pytest.raises(ValueError, match=r"has 3 samples for 1 ranks x 4 workers.*set num_workers lower"):
         data(dataset([1, 2, 3]), num_workers=4).setup("fit")
+
+
+def test_validation_has_as_many_workers_as_its_subset_has_samples(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "a", LENGTHS, val=[5] * 12)
+    path = write_metadataset(tmp_path / "metadataset.yaml", "{path: a}\n  val: {path: a, subset: {range: [3, 6]}}")
+    module = data(path, num_workers=8)
+    loader = module.val_dataloader()
+    assert sorted(key for batch in loader for key in batch["keys"]) == [f"val{i:06d}" for i in (3, 4, 5)]
+    module.teardown("validate")
+    module._worker_config = lambda num_workers: WorkerConfig(rank=0, world_size=4, num_workers=num_workers)
+    with pytest.raises(ValueError, match="val split of .* has 3 samples for 4 ranks"):
+        module.setup("validate")
 
 
 def test_fewer_validation_samples_than_ranks_is_an_error(dataset: Callable[..., Path]) -> None:
@@ -601,8 +661,11 @@ def test_an_encoder_that_skips_everything_shows_before_training(
     dataset: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightning_lengthpool.probe.TIMEOUT", 3.0)
+    path = dataset(LENGTHS)
+    with pytest.raises(ValueError, match=r"SkipsAll made no batch .*: it skips all samples.*skip_tolerance is 50\)"):
+        LengthPoolDataModule(path, SkipsAll(), 1, num_workers=0, skip_tolerance=50).setup("fit")
     with pytest.raises(ValueError, match="SkipsAll made no batch .* within 3 s. Does it skip all samples"):
-        LengthPoolDataModule(dataset(LENGTHS), SkipsAll(), 1, num_workers=0).setup("fit")
+        LengthPoolDataModule(path, SkipsAll(), 1, num_workers=0, skip_tolerance=0).setup("fit")
 
 
 class Particular(LengthEncoder):

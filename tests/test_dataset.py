@@ -171,7 +171,10 @@ def test_each_ranks_pool_holds_exactly_its_own_samples(dataset: Callable[..., Pa
                 max_samples_per_sequence=None,
                 task_encoder=encoder,
             )
-        loader = TrainLoader(get_savable_loader(data, gc_collect_every_n_steps=0), data, pools * pool_size * workers)
+        loader = TrainLoader(
+            lambda state, data=data: (get_savable_loader(data, gc_collect_every_n_steps=0), data, state),
+            pools * pool_size * workers,
+        )
         try:
             return [key for batch in loader for key in batch["keys"]]
         finally:
@@ -207,7 +210,9 @@ def test_four_ranks_see_blocks_of_the_same_relative_place(
                 max_samples_per_sequence=None,
                 task_encoder=encoder,
             )
-        loader = TrainLoader(get_savable_loader(data, gc_collect_every_n_steps=0), data, 80)
+        loader = TrainLoader(
+            lambda state, data=data: (get_savable_loader(data, gc_collect_every_n_steps=0), data, state), 80
+        )
         try:
             return [float(np.mean(batch["lengths"])) for batch in loader]
         finally:

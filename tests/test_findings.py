@@ -8,7 +8,7 @@ import pytest
 
 from lightning_lengthpool import cost
 from lightning_lengthpool.causes import Summary
-from lightning_lengthpool.findings import POOL_SIZES, compact_ranges, findings
+from lightning_lengthpool.findings import POOL_SIZES, _Prediction, compact_ranges, findings
 from lightning_lengthpool.fit import Fit
 from lightning_lengthpool.simulate import simulate
 
@@ -82,6 +82,31 @@ def test_lengths_with_a_prediction():
     assert idle[1000] <= idle[3000] + 0.02 < idle[300]
     other = sentence.replace("idle: ", "idle: with LengthPoolDataModule, ")
     assert findings(summary(lengths=0.41), lengths=lengths) == [other]  # any other data module has no pool
+
+
+def test_many_ranks_are_simulated_as_many():
+    lengths = heavy_tailed(200, 200)
+    (sentence,) = findings(summary(200, lengths=0.41), lengths=lengths, settings=SETTINGS | {"policy": "none"})
+    size = int(re.search(r"policy stream with pool_size (\d+) would leave", sentence)[1])
+    truth = cost.idle_fraction(simulate([np.concatenate(lengths)] * 200, "stream", size, 1, 1000).padded)
+    assert predicted(sentence) == pytest.approx(truth, abs=0.015)
+    assert truth > 1.5 * simulated_idle(lengths[:8], "stream", size)  # which fewer ranks would not show
+
+
+def test_sizes_are_tried_from_the_largest_one_down(monkeypatch):
+    asked = []
+
+    def predict(summary, lengths, settings, policy, size):
+        asked.append((policy, size))
+        waste = {0: 0.5, 100: 0.5, 300: 0.115, 1000: 0.107, 3000: 0.1}[size] + (policy == "pool") * 0.01
+        return _Prediction(0.5 if policy == "none" else waste, 0.0)
+
+    monkeypatch.setattr("lightning_lengthpool.findings._predict", predict)
+    (sentence,) = findings(summary(lengths=0.4), lengths=heavy_tailed(), settings=SETTINGS | {"pool_size": 100})
+    assert sentence.endswith("idle: pool_size 1000 would leave about 12 % (predicted)")
+    assert len(asked) == len(set(asked)) and ("stream", 300) not in asked
+    (sentence,) = findings(summary(lengths=0.4), lengths=heavy_tailed(), settings=SETTINGS | {"policy": "none"})
+    assert "policy stream with pool_size 300 would leave" in sentence
 
 
 def test_the_policy_stays_if_it_is_about_as_good():

@@ -24,7 +24,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from lightning_lengthpool import checkpoint, cost
+from lightning_lengthpool import cost, store
 from lightning_lengthpool.monitor import SyncMonitor
 from lightning_lengthpool.records import by_step, summarize
 from lightning_lengthpool.steps_file import read_steps
@@ -128,7 +128,7 @@ class Alone(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if trainer.global_step == 2 and trainer.is_global_zero:
-            checkpoint.GATHER_SECONDS = 0.2
+            store.SECONDS = 0.2
             trainer._checkpoint_connector.dump_checkpoint(False)
 
 
@@ -350,14 +350,15 @@ def test_nothing_is_left_on_the_module(tmp_path):
     assert not any(param._post_accumulate_grad_hooks for param in module.parameters())
 
 
-def test_a_second_fit_appends_and_a_fresh_one_starts_anew(tmp_path):
+def test_a_second_fit_appends_and_a_fresh_one_has_a_file_of_its_own(tmp_path):
     path = tmp_path / "sync" / "steps.csv"
     runner = fit(tmp_path, SyncMonitor())
     runner.fit_loop.max_epochs = 2
     runner.fit(Model(), Loader(0, 3))
     assert read_steps(path)["step"].tolist() == [0, 1, 2, 3, 4, 5]
     fit(tmp_path, SyncMonitor())
-    assert read_steps(path)["step"].tolist() == [0, 1, 2]
+    assert read_steps(path)["step"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert read_steps(tmp_path / "sync_1" / "steps.csv")["step"].tolist() == [0, 1, 2]
 
 
 def test_a_resumed_fit_replaces_the_steps_that_it_repeats(tmp_path):
@@ -415,6 +416,7 @@ def test_the_progress_bar_shows_idle(tmp_path, bar, capfd):
 def test_what_lies_beside_the_file(tmp_path):
     fit(tmp_path, SyncMonitor(), batches=4)
     about = json.loads((tmp_path / "sync" / "run.json").read_text())
+    assert len(about.pop("run")) == 32
     assert about == {"hosts": [socket.gethostname()], "workers_by_rank": [None], "settings": {}}
     rows = list(csv.DictReader((tmp_path / "sync" / "lengths.csv").open()))
     assert sorted(float(row["tokens"]) for row in rows) == [1, 2, 3, 4, 10, 10, 10, 10]

@@ -44,12 +44,14 @@ def take(
         warnings.simplefilter("always")
         module.load_state_dict(state or {})
         keys = []
-        for batch in module.train_dataloader():
-            keys.append(batch["keys"])
-            if len(keys) == batches:
-                break
-        state = through_a_file(module.state_dict())
-        module.teardown("fit")
+        try:
+            for batch in module.train_dataloader():
+                keys.append(batch["keys"])
+                if len(keys) == batches:
+                    break
+            state = through_a_file(module.state_dict())
+        finally:
+            module.teardown("fit")
     return keys, state, [str(one.message) for one in caught if "the data " in str(one.message)]
 
 

@@ -6,6 +6,9 @@ the uninterrupted one: keys and content, the encoder's random numbers included.
 
 import io
 import random
+import re
+import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import LengthSample
-from megatron.energon import DefaultTaskEncoder, SkipSample, TextSample, WorkerConfig, edataclass, stateless
+from conftest import LengthSample, write_dataset, write_metadataset
+from megatron.energon import DefaultTaskEncoder, SkipSample, TextSample, edataclass, stateless
 
-from lightning_lengthpool import LengthPoolDataModule
+from lightning_lengthpool import LengthPoolDataModule, checkpoint
 from lightning_lengthpool.cost_models import QuadraticCost
 from lightning_lengthpool.pool import PoolWarmup
 
@@ -271,9 +274,9 @@ def test_saving_needs_no_worker(dataset: Callable[..., Path]) -> None:
 
     path = dataset(LENGTHS)
     part = module(path, num_workers=2)
-    assert part.state_dict() == {}
+    assert part.state_dict() == checkpoint.beginning()
     loader = part.train_dataloader()
-    assert through_a_file(part.state_dict())["ranks"] == [{"workers": [None, None], "batches": 0, "position": 0}]
+    assert through_a_file(part.state_dict()) == checkpoint.beginning()
     stream = iter(loader)
     for _ in range(7):
         next(stream)
@@ -346,33 +349,43 @@ def test_each_logical_workers_stream_goes_on_in_another_shape(
     path = dataset(LENGTHS, shards=4)
 
     def ranks(shape: tuple[int, int]) -> list[LengthPoolDataModule]:
-        modules = [module(path, num_workers=shape[1], encoder=KeyEncoder()) for _ in range(shape[0])]
-        for rank, part in enumerate(modules):
-            config = WorkerConfig(rank=rank, world_size=shape[0], num_workers=shape[1])
-            part._worker_config = lambda num_workers, config=config: config  # type: ignore[method-assign]
-        return modules
+        settings = {"num_workers": shape[1], "world_size": shape[0], "encoder": KeyEncoder()}
+        return [module(path, rank=rank, **settings) for rank in range(shape[0])]
 
     def streams(modules: list[LengthPoolDataModule], each: int) -> list[list[list[str]]]:
         """The next batches of every logical worker."""
         found = []
         for part in modules:
             workers = max(1, part.num_workers)
-            stream = iter(part._train_loader or part.train_dataloader())
+            stream = iter(part._state.loader or part.train_dataloader())
             batches = [next(stream) for _ in range(each * workers)]
             found += [batches[worker::workers] for worker in range(workers)]
         return found
 
     old = ranks(before)
     streams(old, 8)
-    states = [part._train_loader.state() for part in old]
+    states = [part._state.own for part in old]
     expected = streams(old, 10)
-    saved = {"version": 1, "settings": old[0]._saved_settings(old[0]._worker_config(0)), "ranks": states}
+    saved = checkpoint.join(old[0]._state.settings, 8 * max(1, before[1]), states)
     new = ranks(after)
     for part in new:
         part.load_state_dict(through_a_file(saved))
     assert streams(new, 10) == expected
     for part in old + new:
         part.teardown("fit")
+
+
+def test_another_shape_with_other_random_numbers_is_no_exact_resume(dataset: Callable[..., Path]) -> None:
+    path = dataset(LENGTHS, shards=4)
+    state = saved_state(path, batches=8, num_workers=2)
+    other = {"num_workers": 1, "rank": 0, "world_size": 2}
+    with pytest.raises(ValueError, match="num_workers 2, and now it is 1.*NoisyEncoder.preencode_sample, .*other rand"):
+        module(path, resume="exact", **other).load_state_dict(state)
+    with pytest.warns(UserWarning, match="the data do not go on exactly.*NoisyEncoder.preencode_sample"):
+        module(path, **other).load_state_dict(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module(path, num_workers=2, resume="exact").load_state_dict(state)
 
 
 @pytest.mark.usefixtures("often")
@@ -384,15 +397,13 @@ def test_a_streams_workers_agree_again_in_another_shape(dataset: Callable[..., P
     state = saved_state(path, batches=2 * 40, num_workers=2, **settings)
 
     def lengths(rank: int, ranks: int, num_workers: int, state: dict) -> tuple[list[int], dict]:
-        part = module(path, num_workers=num_workers, **settings)
-        config = WorkerConfig(rank=rank, world_size=ranks, num_workers=num_workers)
-        part._worker_config = lambda num_workers: config  # type: ignore[method-assign]
+        part = module(path, num_workers=num_workers, rank=rank, world_size=ranks, **settings)
         part.load_state_dict(state)
         stream = iter(part.train_dataloader())
         got = [LENGTHS[int(next(stream)[0][-6:])] for _ in range(50 * num_workers)]
-        state = {"version": 1, "settings": part._saved_settings(config), "ranks": [part._train_loader.state()]}
+        own, saved = part._state.own, part._state.settings
         part.teardown("fit")
-        return got, through_a_file(state)
+        return got, through_a_file(checkpoint.join(saved, own["batches"], [own]))
 
     (one, first), (two, second) = (lengths(rank, 2, 1, state) for rank in range(2))
     assert np.corrcoef(np.log(one), np.log(two))[0, 1] > 0.9
@@ -428,8 +439,7 @@ def saved_state(path: Path, batches: int = 5, **settings: Any) -> dict[str, Any]
 def test_unequal_counts_name_the_next_step_at_which_it_can_be_done(dataset: Callable[..., Path]) -> None:
     path = dataset(LENGTHS)
     state = saved_state(path, batches=5, num_workers=2)
-    part = module(path, num_workers=1)
-    part._worker_config = lambda num_workers: WorkerConfig(rank=0, world_size=2, num_workers=num_workers)  # type: ignore[method-assign]
+    part = module(path, num_workers=1, rank=0, world_size=2)
     with pytest.raises(
         ValueError, match=r"after 5 batches.*2 workers stood at unequal counts.*step 6, .*every 2 steps"
     ):
@@ -460,15 +470,75 @@ def half(sample: NoisySample) -> float:
     return sample.total_len / 2
 
 
-def test_another_length_function_is_named_unless_the_checkpoint_is_too_old_to_tell(
-    dataset: Callable[..., Path],
-) -> None:
+def test_another_length_function_is_named(dataset: Callable[..., Path]) -> None:
+    path = dataset(LENGTHS)
+    with pytest.raises(ValueError, match="saved with length_fn None, and now it is 'half'"):
+        module(path, length_fn=half).load_state_dict(saved_state(path))
+
+
+def test_before_the_first_batch_any_settings_fit(dataset: Callable[..., Path]) -> None:
+    path = dataset(LENGTHS)
+    part = module(path, policy="none")
+    part.load_state_dict(saved_state(path, batches=0))
+    assert next(iter(part.train_dataloader())) == next(iter(module(path, policy="none").train_dataloader()))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda state: state.pop("version"), "it lacks 'version'"),
+        (lambda state: state.update(version=1), "is of version 1, and this release reads version 2"),
+        (lambda state: state.update(version="2"), "it['version'] is '2', expected int"),
+        (lambda state: state.pop("ranks"), "it lacks 'ranks'"),
+        (lambda state: state.update(ranks={}), "it['ranks'] is {}, expected a list"),
+        (lambda state: state.update(ranks=[None]), "it['ranks'][0] is None, expected a dict"),
+        (lambda state: state.update(ranks=state["ranks"] * 2), "it has the states of 2 ranks, expected 1"),
+        (lambda state: state.update(settings=None), "it['settings'] is None, expected dict"),
+        (lambda state: state["settings"].pop("num_workers"), "it['settings'] lacks 'num_workers'"),
+        (lambda state: state["ranks"][0].pop("workers"), "it['ranks'][0] lacks 'workers'"),
+        (lambda state: state["ranks"][0].update(workers=[]), "rank 0 has 0 workers after 5 batches, expected 1"),
+        (lambda state: state["ranks"][0].update(batches=4), "rank 0 has 1 workers after 4 batches, expected 1 after 5"),
+        (lambda state: state["ranks"][0]["workers"][0].pop("place"), "it['ranks'][0]['workers'][0] lacks 'place'"),
+        (lambda state: state["ranks"][0]["workers"][0]["place"].update(slots=None), "['slots'] is None, expected int"),
+    ],
+)
+def test_a_malformed_state_is_one_error(dataset: Callable[..., Path], damage: Any, message: str) -> None:
     path = dataset(LENGTHS)
     state = saved_state(path)
-    with pytest.raises(ValueError, match="saved with length_fn None, and now it is 'half'"):
-        module(path, length_fn=half).load_state_dict(state)
-    del state["settings"]["length_fn"]
-    module(path, length_fn=half).load_state_dict(state)
+    damage(state)
+    with pytest.raises(ValueError, match=f"data state in the checkpoint.*{re.escape(message)}.*resume: fresh"):
+        module(path).load_state_dict(state)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    ("policy", "damage"),
+    [
+        ("pool", lambda worker: worker["snapshot"].pop("data")),
+        ("pool", lambda worker: worker["snapshot"].update(data={"__class__": "Other"})),
+        ("pool", lambda worker: worker["place"]["pool"].pop("cursor")),
+        ("stream", lambda worker: worker["snapshot"].pop("costs")),
+        ("stream", lambda worker: worker["snapshot"].update(history=5)),
+        ("stream", lambda worker: worker["place"]["pool"].update(slots="many")),
+    ],
+)
+def test_a_workers_malformed_state_is_named_with_its_rank(
+    dataset: Callable[..., Path], num_workers: int, policy: str, damage: Any
+) -> None:
+    path = dataset(LENGTHS)
+    state = saved_state(path, policy=policy, num_workers=num_workers)
+    damage(state["ranks"][0]["workers"][0])
+    part = module(path, policy=policy, num_workers=num_workers)
+    part.load_state_dict(state)
+    with pytest.raises(ValueError, match="rank 0, worker 0: its part of the data state.*cannot be restored.*fresh"):
+        next(iter(part.train_dataloader()))
+    part.teardown("fit")
+
+
+@pytest.mark.parametrize("nothing", [[1], 5, "state", {"weights": 1}])
+def test_what_is_no_state_at_all_is_the_same_error(dataset: Callable[..., Path], nothing: Any) -> None:
+    with pytest.raises(ValueError, match=r"data state in the checkpoint.*resume: fresh"):
+        module(dataset(LENGTHS)).load_state_dict(nothing)
 
 
 def test_another_reference_is_named(dataset: Callable[..., Path], tmp_path: Path) -> None:
@@ -485,17 +555,6 @@ def test_another_reference_is_named(dataset: Callable[..., Path], tmp_path: Path
         module(path, **settings).load_state_dict(state)
 
 
-def test_a_checkpoint_from_before_there_were_streams_loads(dataset: Callable[..., Path]) -> None:
-    path = dataset(LENGTHS)
-    state = saved_state(path)
-    old = {"path", "policy", "ranks", "num_workers", "batch_size", "pool_size", "seed", "max_samples_per_sequence"}
-    old |= {"shuffle_buffer_size", "packing_buffer_size"}
-    state["settings"] = {name: state["settings"][name] for name in old}
-    module(path).load_state_dict(state)
-    with pytest.raises(ValueError, match="over_budget None, and now it is 'drop'|max_tokens None, and now it is 90"):
-        module(path, policy="stream", max_tokens=90.0, over_budget="drop").load_state_dict(state)
-
-
 def test_numpys_numbers_are_numbers(dataset: Callable[..., Path]) -> None:
     path = dataset(LENGTHS)
     module(path).load_state_dict(saved_state(path, batch_size=np.int64(2), pool_size=np.int32(12)))
@@ -503,15 +562,49 @@ def test_numpys_numbers_are_numbers(dataset: Callable[..., Path]) -> None:
 
 def test_another_data_set_is_named(dataset: Callable[..., Path]) -> None:
     state = saved_state(dataset(LENGTHS))
-    with pytest.raises(ValueError, match=r"path '150 samples in 1 shards.*and now it is '149 samples"):
+    with pytest.raises(ValueError, match="had 150 samples in 1 shards, and now has 149 samples .*'resume: fresh'"):
         module(dataset(LENGTHS[:149])).load_state_dict(state)
+    module(dataset(LENGTHS[:149]), resume="fresh").load_state_dict(state)
 
 
-def test_the_same_data_set_at_another_place_is_the_same(dataset: Callable[..., Path]) -> None:
-    module(dataset(LENGTHS)).load_state_dict(saved_state(dataset(LENGTHS)))
+def test_what_changed_in_a_metadataset_is_named(dataset: Callable[..., Path], tmp_path: Path) -> None:
+    one, two = dataset(LENGTHS).name, dataset(LENGTHS).name
+
+    def blend(weight: float, subset: str) -> Path:
+        entries = f"{{path: {one}, weight: {weight}}}, {{path: {two}, weight: 1, subset: {{range: {subset}}}}}"
+        return write_metadataset(tmp_path / "blend.yaml", f"{{blend: [{entries}]}}")
+
+    path = blend(3, "[0%, 50%]")
+    state = saved_state(path)
+    module(path).load_state_dict(state)
+    blend(1, "[50%, 100%]")
+    with pytest.raises(
+        ValueError, match=r"blend weight 0.75, and now has 0.5;.* subset \[0%, 50%\], and now has \[50%"
+    ):
+        module(path).load_state_dict(state)
 
 
-def test_fresh_starts_the_data_afresh_whatever_was_saved(dataset: Callable[..., Path]) -> None:
+def test_shards_with_other_contents_are_named(dataset: Callable[..., Path]) -> None:
+    path = dataset(LENGTHS)
+    state = saved_state(path)
+    shutil.rmtree(path)
+    write_dataset(path, [*LENGTHS[:-2], LENGTHS[-1], LENGTHS[-2]])
+    with pytest.raises(ValueError, match=f"'train-000000.tar' of data set '{path.name}' has other contents"):
+        module(path).load_state_dict(state)
+
+
+def test_the_same_data_set_at_another_place_is_the_same(dataset: Callable[..., Path], tmp_path: Path) -> None:
+    path = dataset(LENGTHS)
+    state = saved_state(path)
+    path.rename(tmp_path / "elsewhere")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module(tmp_path / "elsewhere").load_state_dict(state)
+    with pytest.warns(UserWarning, match="was made again since the "):
+        module(dataset(LENGTHS)).load_state_dict(state)
+
+
+def test_fresh_starts_from_the_beginning_whatever_was_saved(dataset: Callable[..., Path]) -> None:
     path = dataset(LENGTHS)
     part = module(path, policy="none", resume="fresh")
     part.load_state_dict(saved_state(path))
@@ -546,9 +639,10 @@ def test_approximate_goes_on_with_the_next_pool(
     state = saved_state(path, batches=9 * workers, **settings)  # in the middle of each worker's second pool
     part = module(path, **settings)
     part.load_state_dict(state)
+    stream = iter(part.train_dataloader())
     with pytest.warns(UserWarning, match=r"go on approximately.*up to 11 samples.*ForgetfulEncoder\.preencode_sample"):
-        stream = iter(part.train_dataloader())
-    assert [next(stream) for _ in range(12 * workers)] == whole[12 * workers : 24 * workers]
+        first = next(stream)
+    assert [first, *(next(stream) for _ in range(12 * workers - 1))] == whole[12 * workers : 24 * workers]
     part.teardown("fit")
 
 
@@ -560,9 +654,10 @@ def test_an_approximate_stream_loses_what_was_held_at_the_snapshot(dataset: Call
     state = saved_state(path, batches=10, **settings)
     part = module(path, **settings)
     part.load_state_dict(state)
+    stream = iter(part.train_dataloader())
     with pytest.warns(UserWarning, match=r"go on approximately.*up to 11 samples.*ForgetfulEncoder\.preencode_sample"):
-        stream = iter(part.train_dataloader())
-    before, after = ([key for batch in run for key in batch] for run in (whole, [next(stream) for _ in range(50)]))
+        following = [next(stream) for _ in range(50)]
+    before, after = ([key for batch in run for key in batch] for run in (whole, following))
     assert not set(before) & set(after) and len(set(after)) == len(after)
     state = through_a_file(part.state_dict())
     part.teardown("fit")
@@ -572,7 +667,7 @@ def test_an_approximate_stream_loses_what_was_held_at_the_snapshot(dataset: Call
         assert not {key for key in next(iter(part.train_dataloader()))} & {*before, *after}
 
 
-def test_approximate_with_packing_starts_afresh_and_says_so(dataset: Callable[..., Path]) -> None:
+def test_approximate_with_packing_starts_over_and_says_so(dataset: Callable[..., Path]) -> None:
     class ForgetfulPacker(PackingEncoder):
         def pack_selected_samples(self, samples: list[NoisySample]) -> NoisySample:
             return samples[0]
@@ -581,5 +676,7 @@ def test_approximate_with_packing_starts_afresh_and_says_so(dataset: Callable[..
     settings = {"encoder": ForgetfulPacker(bad=False), "packing_buffer_size": 9, "batch_size": 1}
     part = module(path, **settings)
     part.load_state_dict(saved_state(path, **settings))
-    with pytest.warns(UserWarning, match="packing buffer cannot be restored either, and the data start afresh"):
+    with pytest.warns(
+        UserWarning, match="packing buffer cannot be restored either, and the data start from the beginning"
+    ):
         next(iter(part.train_dataloader()))

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from lightning_lengthpool import cost
-from lightning_lengthpool.order import get_policy, order_pool
+from lightning_lengthpool.order import get_policy, order_pool, stream_draw
 from lightning_lengthpool.simulate import simulate
-from lightning_lengthpool.stream import HISTORY, Reference, SortedPool
+from lightning_lengthpool.stream import HISTORY, Reference, SortedPool, even_slots
 
 
 def draws(lengths, size, rng_seed, ranks=1):
@@ -223,3 +223,16 @@ def test_wrong_arguments_are_named(change, message):
     arguments = {"lengths": [np.ones(3)], "policy": "pool", "pool_size": 2, "batch_size": 1, "steps": 1}
     with pytest.raises(ValueError, match=message):
         simulate(**(arguments | change))
+
+
+def test_even_slots_draw_each_part_once_and_a_simulation_takes_them():
+    slots = even_slots(42, 20)
+    assert list(slots) == sorted(set(slots)) and len(slots) == 20
+    draws = [stream_draw(42, 0, slot) for slot in slots]
+    assert sorted(int(20 * (own.random(), own.random())[1]) for own in draws) == list(range(20))
+    lengths = [np.arange(1.0, 101.0)] * 2
+    found = simulate(lengths, "stream", 100, 1, 20, slots=slots)
+    assert found.longest.min() <= 5 and found.longest.max() >= 96
+    plain = simulate(lengths, "stream", 100, 1, 20)
+    assert plain.longest.tolist() == simulate(lengths, "stream", 100, 1, 20, slots=range(20)).longest.tolist()
+    assert plain.longest.tolist() != found.longest.tolist()

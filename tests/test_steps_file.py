@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_lengthpool.records import COLUMNS, by_step
-from lightning_lengthpool.steps_file import BLOCK, StepsFile, read_steps, thinned
+from lightning_lengthpool.steps_file import BLOCK, StepsFile, TakenError, read_steps, thinned
 
 HEADER = ",".join(COLUMNS) + "\n"
 
@@ -140,6 +140,40 @@ def test_another_file_is_refused(tmp_path, content):
     assert path.read_bytes() == content.encode("latin-1")
 
 
+@pytest.mark.parametrize("other", [records(range(3)), records(range(3), ranks=3), records(range(3, 6), ranks=3)])
+def test_a_file_with_the_rows_of_two_runs_is_refused(tmp_path, other):
+    path = tmp_path / "steps.csv"
+    write(path, records(range(6)))
+    write(tmp_path / "other.csv", other)
+    with path.open("a") as file:
+        file.write((tmp_path / "other.csv").read_text().removeprefix(HEADER))
+    whole = path.read_text()
+    for failing in (lambda: read_steps(path), lambda: StepsFile(path).start(6)):
+        with pytest.raises(ValueError, match=r"steps\.csv, line 14: step \d comes after step 5, .* more than one run"):
+            failing()
+    assert path.read_text() == whole
+
+
+@pytest.mark.parametrize("max_rows", [None, 450])
+def test_a_file_that_another_run_continues_gets_no_rows_of_the_first(tmp_path, max_rows):
+    path = tmp_path / "steps.csv"
+    first = write(path, records(range(300)), max_rows=max_rows)
+    second = StepsFile(path, max_rows)
+    second.start(150)
+    for _ in range(2):
+        assert first.is_taken() and not second.is_taken()
+        with pytest.raises(TakenError, match=r"another run writes .*steps\.csv"):
+            first.append(records(range(300, 600)))
+        second.append(records(range(150, 200)))
+        second.start(150)
+    assert set(read_steps(path)["step"]) <= set(range(150)) and len(list(tmp_path.iterdir())) == 1
+    first.move(tmp_path / "moved.csv")
+    first.append(records(range(300, 400)))
+    alone = write(tmp_path / "alone.csv", records(range(300)), max_rows=max_rows)
+    alone.append(records(range(300, 400)))
+    assert first.path.read_bytes() == alone.path.read_bytes() and not first.is_taken()
+
+
 def test_ranks_may_change_at_a_resume(tmp_path):
     path = tmp_path / "steps.csv"
     write(path, records(range(3), ranks=2))
@@ -264,8 +298,9 @@ def test_thinning_and_resuming_stream_the_file(tmp_path):
     tail = records(range(30_000, 30_001), ranks=1)
     tracemalloc.start()
     try:
-        StepsFile(file.path).start(30_000)
-        file.append(tail)
+        resumed = StepsFile(file.path, file.max_rows)
+        resumed.start(30_000)
+        resumed.append(tail)
         assert tracemalloc.get_traced_memory()[1] < size / 5
     finally:
         tracemalloc.stop()
@@ -280,3 +315,20 @@ def test_a_file_of_another_number_of_ranks_is_moved_aside(steps_csv):
     file.start(7, ranks=3)
     assert steps_csv.with_name("steps.before-7.csv").read_bytes() == before
     assert read_steps(steps_csv)["step"].tolist() == []
+
+
+def test_counts_are_written_as_all_numbers_are(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = {name: rng.integers(0, 10**6, 40).astype(float) for name in COLUMNS}
+    rows |= {"step": np.repeat(np.arange(20.0), 2), "rank": np.tile([0.0, 1.0], 20), "misses": np.zeros(40)}
+    rows |= {name: rng.lognormal(-3, 2, 40) for name in COLUMNS if name.endswith("seconds")}
+    rows["compute_seconds"][3:9] = np.nan
+    rows["longest"][0], rows["padded_tokens"][1], rows["tokens"][2] = -0.0, 1e15, 0.1 + 0.2
+    rows["samples"][5] = 123456789012345.0
+    file = StepsFile(tmp_path / "steps.csv")
+    file.start(0)
+    file.append(rows)
+    written = [line.split(",") for line in (tmp_path / "steps.csv").read_text().splitlines()[1:]]
+    for name, cells in zip(COLUMNS, zip(*written, strict=True), strict=True):
+        form = "%.6f" if name.endswith("seconds") else "%.15g"
+        assert list(cells) == ["" if np.isnan(value) else form % value for value in rows[name]]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import LengthEncoder, LengthSample
+from conftest import LengthEncoder, LengthSample, write_dataset, write_metadataset
 from megatron.energon import Sample, SkipSample, TextSample, WorkerConfig, edataclass, stateless
 
 from lightning_lengthpool import LengthPoolDataModule
@@ -139,6 +139,18 @@ def test_a_few_samples_are_read_about_once(dataset: Callable[..., Path], share: 
 def test_a_split_too_small_for_the_ranks_is_named(dataset: Callable[..., Path]) -> None:
     with pytest.raises(ValueError, match="3 samples for 2 ranks x 2 workers"):
         survey(LengthPoolDataModule(dataset([1, 2, 3]), LengthEncoder(), 1, num_workers=2), 2, 10)
+
+
+def test_a_subset_counts_as_the_data(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "a", LENGTHS)
+    path = tmp_path / "metadataset.yaml"
+    module = LengthPoolDataModule(
+        write_metadataset(path, "{path: a, subset: {range: [0, 30]}}"), LengthEncoder(), 2, num_workers=1
+    )
+    assert survey(module, ranks=2, samples=10_000).rank_samples == (15, 15)
+    write_metadataset(path, "{path: a, subset: {range: [0, 1]}}")
+    with pytest.raises(ValueError, match="has 1 samples for 2 ranks x 1 workers, and each needs one"):
+        survey(module, ranks=2, samples=100)
 
 
 class SkipsAll(LengthEncoder):

@@ -56,7 +56,7 @@ def run(
             **{"batch_size": 4, "shuffle_buffer_size": None, **kwargs},
         )
     pool = require_length_pool(dataset, encoder)
-    loader = TrainLoader(get_savable_loader(dataset, gc_collect_every_n_steps=0), pool, batches)
+    loader = TrainLoader(lambda state: (get_savable_loader(dataset, gc_collect_every_n_steps=0), pool, state), batches)
     return list(loader)
 
 

@@ -1,0 +1,44 @@
+"""Paths as people give them: on this machine, `file://` URLs, and URLs of storage elsewhere."""
+
+import os
+import re
+from pathlib import Path
+
+_REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)")  # s3://, memory://, simplecache::s3://
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a URL of anything but this machine's files."""
+    return _REMOTE.match(_without_scheme(path)) is not None
+
+
+def local_path(path: str | os.PathLike[str], setting: str) -> Path:
+    """Return a path on this machine.
+
+    Args:
+        path: A path, or a `file://` URL.
+        setting: What to call it in an error.
+
+    Raises:
+        ValueError: If it is a URL of storage elsewhere.
+    """
+    if is_remote(path):
+        raise ValueError(
+            f"{setting} is {os.fspath(path)!r}, expected a path on this machine, not a URL of storage elsewhere. Use a "
+            "local folder, and copy the files from or to the URL."
+        )
+    return Path(_without_scheme(path)).expanduser()
+
+
+def stand_in(url: str | os.PathLike[str]) -> Path:
+    """The local folder for what would belong at a URL: `lightning_logs/s3/bucket/x` for `s3://bucket/x`."""
+    parts = [part for part in re.split("[:/]+", os.fspath(url)) if part not in ("", ".", "..")]
+    return Path("lightning_logs", *parts).absolute()
+
+
+def _without_scheme(path: str | os.PathLike[str]) -> str:
+    text = os.fspath(path)
+    for scheme in ("file://", "local://"):
+        if text.startswith(scheme):
+            return text[len(scheme) :]
+    return text[5:] if text.startswith("file:/") else text  # what Lightning makes of 'file:///x' as default_root_dir
