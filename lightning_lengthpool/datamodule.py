@@ -88,9 +88,10 @@ class LengthPoolDataModule(LightningDataModule):
         val_path: Data set of validation and test, if it is not `path`.
         val_batch_size: Samples of a validation or test batch; by default batch_size, or 1 where that is None without
             packing.
-        failure_tolerance: Samples (or batches) that may fail in a row before training ends with the error; 0 for no
-            limit. By default what the encoder says (energon: 100; what `@stateless(restore_seeds=True,
-            failure_tolerance=...)` says it forgets).
+        failure_tolerance: Samples (or batches) that may fail in a row, in a method of the encoder, length_fn, cost or
+            class_fn, before training ends with the error; one that fails is left out. 0 for no limit. By default what
+            the encoder says (energon: 100; what `@stateless(restore_seeds=True, failure_tolerance=...)` says it
+            forgets).
         skip_tolerance: Samples in a row that the encoder may skip before training ends with an error, on all ranks:
             they wait for the one that has nothing to train on. 0 for no limit.
         resume: How a run goes on from a checkpoint. 'exact': with the very batches of the uninterrupted run; refused if

@@ -108,7 +108,7 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
         self.lose_pool = False
         #: Whether to refuse to go on with other samples than the uninterrupted run's; else there is a warning.
         self.is_exact = False
-        self.skip_tolerance = skip_tolerance
+        self.failure_tolerance, self.skip_tolerance = failure_tolerance, skip_tolerance
         watch_sources(dataset, self.pool.arrivals)
         #: Whether to yield what travels beside the batches only, as a trial run does that wants no batch.
         self.drop_batches = False

@@ -7,7 +7,7 @@ from megatron.energon import WorkerConfig
 from megatron.energon.errors import ErrorContext, FatalSampleError
 from megatron.energon.task_encoder.base import get_failure_tolerance
 
-from lightning_lengthpool.pool import PoolSettings
+from lightning_lengthpool.pool import ClassFn, PoolSettings
 
 _FAILED = object()
 
@@ -28,23 +28,29 @@ class Measurer:
         worker_config: Has the error handler.
         failure_tolerance: Failures of one function in a row after which a `FatalSampleError` with the last one ends the
             iteration, unless the function says so itself (`@stateless(failure_tolerance=...)`); 0 for no limit.
+        class_fn: Where there is one before its shares are known; None for that of the settings.
     """
 
-    def __init__(self, settings: PoolSettings, worker_config: WorkerConfig, failure_tolerance: int | None) -> None:
-        self._settings = settings
-        cost = settings.cost
-        functions = {
-            "length_fn": (settings.length_fn, _name(settings.length_fn)),
-            "cost": (None if cost is None else cost.cost, repr(cost)),
-            "class_fn": (settings.class_fn, _name(settings.class_fn)),
-        }
+    def __init__(
+        self,
+        settings: PoolSettings,
+        worker_config: WorkerConfig,
+        failure_tolerance: int | None,
+        class_fn: ClassFn | None = None,
+    ) -> None:
+        self._settings, self._class_fn = settings, class_fn or settings.class_fn
+        cost, length_fn = settings.cost, settings.length_fn
         self._errors = {
             setting: ErrorContext(
-                name=f"{setting} {name}",
+                name=name,
                 handler=worker_config.global_error_handler,
                 tolerance=get_failure_tolerance(function, failure_tolerance),
             )
-            for setting, (function, name) in functions.items()
+            for setting, function, name in (
+                ("length_fn", length_fn, f"length_fn {_name(length_fn)}" if length_fn else "the sample's length"),
+                ("cost", None if cost is None else cost.cost, f"cost {cost!r}"),
+                ("class_fn", self._class_fn, f"class_fn {_name(self._class_fn)}"),
+            )
         }
 
     def __call__(self, sample: Any) -> Measured | None:
@@ -53,7 +59,7 @@ class Measurer:
             return None
         if (cost := self._ask("cost", settings.cost_of, sample, length)) is _FAILED:
             return None
-        if settings.class_fn is not None and (kind := self._ask("class_fn", settings.class_fn, sample)) is _FAILED:
+        if self._class_fn is not None and (kind := self._ask("class_fn", self._class_fn, sample)) is _FAILED:
             return None
         return Measured(length, cost, kind)
 

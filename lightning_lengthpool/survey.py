@@ -72,12 +72,13 @@ def survey(
                 if progress is not None:
                     progress(len(part.lengths))
         is_complete = True
-        batches = _make_batches(module)
+        if any(part.lengths for own in found.values() for part in own):
+            batches = _make_batches(module)
     parts = [part for own in found.values() for part in own]
     if not any(part.lengths for part in parts):
         if interrupted:
             raise KeyboardInterrupt
-        raise ValueError(_nothing_left(module, sum(part.over_budget for part in parts)))
+        raise ValueError(_nothing_left(module, parts))
     last = [own[-1] for own in found.values()]
     streams = [_stream(rank, worker, own, module.class_fn is not None) for (rank, worker), own in found.items()]
     streams = sorted((stream for stream in streams if len(stream.lengths)), key=lambda own: (own.rank, own.worker))
@@ -132,6 +133,7 @@ def _sample_reader(
         quota,
         module.settings,
         module.class_fn,
+        pool.failure_tolerance,
         module.packing_buffer_size,
         0 if is_first else None,
         failures,
@@ -238,13 +240,15 @@ def _stream(rank: int, worker: int, parts: Sequence[Part], has_classes: bool) ->
     return Stream(rank, worker, lengths, costs, kinds)
 
 
-def _nothing_left(module: "LengthPoolDataModule", over_budget: int) -> str:
-    if over_budget:
+def _nothing_left(module: "LengthPoolDataModule", parts: Sequence[Part]) -> str:
+    if over_budget := sum(part.over_budget for part in parts):
         return (
             f"all {over_budget} samples that were read cost more than max_tokens ({module.settings.max_tokens:g}), and "
             "over_budget is 'drop': nothing would be left of them. Raise max_tokens."
         )
-    return f"{type(module.task_encoder).__qualname__} made no sample of the train split of {module.path}"
+    what = f"{type(module.task_encoder).__qualname__} made no sample of the train split of {module.path}"
+    first = next((part.failure for part in parts if part.failure is not None), None)
+    return what if first is None else f"{what} that can be measured: the first one that failed is sample {first}"
 
 
 def _sample_bytes(workers: Iterable[Sequence[Part]]) -> float | None:

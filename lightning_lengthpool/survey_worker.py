@@ -19,6 +19,7 @@ from megatron.energon.wrappers.base import BaseWrapperDataset, get_sample_restor
 from lightning_lengthpool.arrivals import StarvedError
 from lightning_lengthpool.dataset import LengthPoolDataset, PooledBatch
 from lightning_lengthpool.length import get_field
+from lightning_lengthpool.measure import Measurer
 from lightning_lengthpool.pool import ClassFn, PoolSettings
 from lightning_lengthpool.sample_bytes import Scales
 from lightning_lengthpool.sources import ShardError
@@ -148,6 +149,7 @@ class SampleReader(_Reader):
         quota: Samples to read.
         settings: The pool, for lengths and costs.
         class_fn: Names a sample's class, if there are classes.
+        failure_tolerance: Failures of a function in a row that are let pass, see `measure.Measurer`.
         packing_buffer_size: Samples that energon packs from; None without packing.
         restorer: The worker which also brings some samples back by their keys; None for none.
         failures: Counts those.
@@ -160,6 +162,7 @@ class SampleReader(_Reader):
         quota: int,
         settings: PoolSettings,
         class_fn: ClassFn | None,
+        failure_tolerance: int | None,
         packing_buffer_size: int | None,
         restorer: int | None,
         failures: Failures,
@@ -168,6 +171,7 @@ class SampleReader(_Reader):
         super().__init__(dataset, failures, worker_config)
         self.quota, self.settings, self.class_fn = quota, settings, class_fn
         self.packing_buffer_size, self.restorer = packing_buffer_size, restorer
+        self._measurer = Measurer(settings, worker_config, failure_tolerance, class_fn)
         self._scales = Scales()
 
     def _parts(self, worker: int) -> Iterator[Part]:
@@ -201,15 +205,9 @@ class SampleReader(_Reader):
 
     def _measure(self, sample: Any, part: Part) -> None:
         settings = self.settings
-        try:
-            size = settings.measure(sample)
-            kind = None if self.class_fn is None else self.class_fn(sample)
-        except Exception as error:
-            text = str(error)
-            if "sample" not in text:
-                text = f"sample {get_field(sample, '__key__')!r} cannot be measured: {in_one_line(error)}"
-            raise _Plain(text) from error
-        shares = settings.class_shares
+        if (size := self._measurer(sample)) is None:
+            return  # counted by `failures`
+        kind, shares = size.kind, settings.class_shares
         if self.class_fn is not None and (
             not isinstance(kind, str) or not kind or (shares is not None and kind not in shares)
         ):

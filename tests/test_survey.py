@@ -232,7 +232,7 @@ class Nothing(LengthEncoder):
     [
         (Nothing, None, "sample 'train000000' .* has no length"),
         (LengthEncoder, lambda sample: -1, "sample 'train000000' has the length -1"),
-        (LengthEncoder, lambda sample: {}["size"], "sample 'train000000' cannot be measured: KeyError: 'size'"),
+        (LengthEncoder, lambda sample: {}["size"], r"sample 'train000000' \(KeyError: 'size'\)"),
     ],
     ids=["none", "negative", "raises"],
 )
@@ -242,6 +242,34 @@ def test_a_sample_without_a_length_is_named(
     module = LengthPoolDataModule(dataset(LENGTHS), encoder(), 1, num_workers=0, length_fn=length_fn)
     with pytest.raises(ValueError, match=said):
         survey(module, 1, 10)
+
+
+def no_seven(sample: LengthSample) -> float:
+    if sample.total_len % 10 == 7:
+        raise KeyError("size")
+    return sample.total_len
+
+
+def no_class_of_seven(sample: LengthSample) -> str:
+    return parity(sample) if no_seven(sample) else "even"
+
+
+def test_a_sample_that_cannot_be_measured_is_left_out_and_counted_as_fit_does(dataset: Callable[..., Path]) -> None:
+    module = LengthPoolDataModule(dataset(range(40)), LengthEncoder(), 1, num_workers=0, length_fn=no_seven)
+    found = survey(module, 1, 30)
+    assert found.failed == 3 and found.failed_key == "'train000007' (KeyError: 'size')"
+    assert found.lengths.tolist() == [length for length in range(30) if length % 10 != 7]
+    module = with_classes(dataset(range(40)), {"odd": 0.5, "even": 0.5}, class_fn=no_class_of_seven)
+    found = survey(module, 1, 30)
+    assert found.failed == 3 and len(found.classes or ()) == len(found.lengths) == 27
+
+
+def test_a_function_that_fails_too_often_ends_it_with_the_error(dataset: Callable[..., Path]) -> None:
+    module = LengthPoolDataModule(
+        dataset(range(40)), LengthEncoder(), 1, num_workers=0, length_fn=lambda sample: {}["size"], failure_tolerance=6
+    )
+    with pytest.raises(ValueError, match=r"error was KeyError: 'size' \(6 samples failed, the first one 'train"):
+        survey(module, 1, 30)
 
 
 @pytest.mark.parametrize(("over_budget", "read"), [("error", 20), ("alone", 20), ("drop", 15)])
@@ -272,7 +300,7 @@ def parity(sample: LengthSample) -> str:
     return "odd" if sample.total_len % 2 else "even"
 
 
-def with_classes(path: Path, shares: dict[str, float]) -> LengthPoolDataModule:
+def with_classes(path: Path, shares: dict[str, float], class_fn: Any = parity) -> LengthPoolDataModule:
     return LengthPoolDataModule(
         path,
         LengthEncoder(),
@@ -280,7 +308,7 @@ def with_classes(path: Path, shares: dict[str, float]) -> LengthPoolDataModule:
         num_workers=1,
         policy="stream",
         pool_size=8,
-        class_fn=parity,
+        class_fn=class_fn,
         class_shares=shares,
     )
 
