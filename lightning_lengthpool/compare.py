@@ -85,8 +85,6 @@ def compare(
     pool_steps, wanted = steps_per_pool(config, policies), steps or config["trainer"].get("max_steps") or -1
     total = pool_steps * max(2, math.ceil(wanted / pool_steps))
     make_out(out, ("compare.json", "compare.png"))
-    for name in (f"{policy}-{repeat}" for policy in policies for repeat in range(repeats)):
-        make_out(Path(out) / name, ("compare.yaml", "output.txt", "metrics.csv", "sync/steps.csv"))
     if total != wanted:
         asked = f"{wanted} were asked for, but" if wanted > 0 else "for"
         print(
@@ -97,6 +95,8 @@ def compare(
     arguments = [*(part for path in configs for part in ("--config", str(path))), *overrides]
     runs: dict[str, list[dict[str, Any]]] = {policy: [] for policy in policies}
     with _alone_in(Path(out)):
+        for name in (f"{policy}-{repeat}" for policy in policies for repeat in range(repeats)):
+            make_out(Path(out) / name, ("compare.yaml", "output.txt", "metrics.csv", "sync/steps.csv"))
         for repeat in range(repeats):
             for policy in policies:
                 folder = Path(out).resolve() / f"{policy}-{repeat}"

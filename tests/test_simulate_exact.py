@@ -136,8 +136,8 @@ def streams(root: Path, is_demo: bool, num_workers: int, world_size: int, **read
     """The lengths of the samples that each worker of each rank reads, in their order."""
     found = []
     for rank in range(world_size):
+        reading |= {"rank": rank, "world_size": world_size}
         module = module_of(root, is_demo, policy="none", batch_size=1, num_workers=num_workers, **reading)
-        module.trainer = SimpleNamespace(distributed_sampler_kwargs={"rank": rank, "num_replicas": world_size})
         loader = module.train_dataloader()
         lengths: list[float] = []
         while len(lengths) < SAMPLES:  # an epoch may be shorter

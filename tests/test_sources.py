@@ -65,8 +65,8 @@ def test_a_damaged_shard_is_named_in_the_trial_the_scan_and_on_restoring(
     _, state, _ = take(path, LengthEncoder(), 2)
     (shard,) = shards_of(path, "train")
     damage(shard, how)
-    with pytest.raises(ValueError, match=f"{shard} {WAY_OUT}"):
-        take(path, LengthEncoder(), 2, state)
+    with pytest.raises(ValueError, match=f"'{shard.name}' .*(has other contents|cannot be read now).*as they were"):
+        take(path, LengthEncoder(), 2, state)  # not even looked for: the checkpoint's data are no longer there
     with pytest.raises(ValueError, match=f"{shard} {WAY_OUT}"):
         data(path).setup("fit")
     with pytest.raises(ValueError, match=f"{shard} {WAY_OUT}"):
@@ -193,9 +193,10 @@ def test_a_damaged_jsonl_file_is_named(tmp_path: Path) -> None:
     CrudeJsonlDatasetFactory.prepare_dataset(path)
     module = LengthPoolDataModule(path, Crude(), 2, pool_size=8, num_workers=0)
     loader = module.train_dataloader()
+    stream = loader._open()
     path.unlink()
     with pytest.raises(ValueError, match=f"{path} {WAY_OUT}"):
-        next(iter(loader))
+        next(stream)
 
 
 @stateless
