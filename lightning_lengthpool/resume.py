@@ -47,6 +47,7 @@ class Resume:
         if not saved:
             return  # as if there were none
         self._has_arrived = True
+        self.find_handover()  # which this state replaces
         if self._mode == "fresh":
             rank_zero_info("resume is 'fresh': the data start from the beginning, whatever the checkpoint holds")
             self.state.forget()
