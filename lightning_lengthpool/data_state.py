@@ -23,6 +23,7 @@ class DataState:
     def __init__(self) -> None:
         self.loader: TrainLoader | None = None
         self.handed: Mapping[str, Any] | None = None  # what a trainer's copies of the module have left, to be loaded
+        self.is_loaded = False  # from a checkpoint, and nothing was handed out since
         self.settings: dict[str, Any] = {}  # those under which the state is one
         self._recent: tuple[State, ...] = ()  # without a loader: states after the last batches, to go on from the last
         self._asked: tuple[State, ...] = ()  # at the last calls of `save`
@@ -79,6 +80,7 @@ class DataState:
             own, self._recent = self.loader.state(), self.loader.recent
             if own is not self._recent[-1]:  # a batch in flight will be handed out again
                 self._recent = self._recent[:-1]
+            self.is_loaded = self.is_loaded and len(self._recent) == 1
             self.loader.close()
             self.loader = None
 
@@ -161,7 +163,7 @@ class DataState:
             ValueError: As `checkpoint.split`.
         """
         own = checkpoint.split(saved, settings, rank, accumulated=accumulated)
-        self.settings, self.handed = settings, None
+        self.settings, self.handed, self.is_loaded = settings, None, True
         self._whole, self._whole_own = saved if keep else None, own
         self._recent = () if own is None else (own,)
         if self.loader is not None:
@@ -184,8 +186,11 @@ class DataState:
     def __getstate__(self) -> dict[str, Any]:
         """A copy stands where this one stands, without loaders, threads or other ranks."""
         own = self.own
-        return {"settings": self.settings, "handed": self.handed, "recent": () if own is None else (own,)}
+        whole = self._whole if own is self._whole_own else None
+        recent = () if own is None else (own,)
+        return {"settings": self.settings, "handed": self.handed, "recent": recent, "whole": whole}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
         self.settings, self.handed, self._recent = state["settings"], state["handed"], state["recent"]
+        self._whole, self._whole_own = state["whole"], self.own

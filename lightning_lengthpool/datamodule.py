@@ -18,7 +18,7 @@ from lightning_lengthpool.data_identity import Description, data_fingerprint, de
 from lightning_lengthpool.data_state import DataState
 from lightning_lengthpool.dataset import LengthPoolDataset
 from lightning_lengthpool.evaluation import check_evaluation, evaluation_loader, prediction_split
-from lightning_lengthpool.fit_progress import FitProgress
+from lightning_lengthpool.fit_progress import FitProgress, does
 from lightning_lengthpool.loader import EvalLoader, State, TrainLoader
 from lightning_lengthpool.paths import data_path, file_path
 from lightning_lengthpool.pool import PoolSettings, PoolWarmup, check_integer, require_stream
@@ -271,7 +271,8 @@ class LengthPoolDataModule(LightningDataModule):
         self._resume.take_up_handover(settings, agreement, data_rank, keep=self._is_writer())
         self._resume.prepare(settings, agreement, data_rank)
         length, progress = self._epoch_length(data_rank.world_size), FitProgress(self.trainer)
-        loader = TrainLoader(self._build, length, self._state.own, progress, self.boundary)
+        own, is_resumed = self._state.own, self._state.is_loaded
+        loader = TrainLoader(self._build, length, own, progress, self.boundary, is_resumed=is_resumed)
         self._state.attach(loader, settings, data_rank, agreement, self.trainer)
         return loader
 
@@ -381,7 +382,7 @@ class LengthPoolDataModule(LightningDataModule):
                 saved, what is now and the way out.
         """
         trainer = self.trainer
-        if trainer is not None and trainer.state.fn not in (None, TrainerFn.FITTING):
+        if does(trainer) not in (None, TrainerFn.FITTING):
             return  # an evaluation of the checkpoint's weights: training goes on from where it stands
         accumulated = 1 if trainer is None else trainer.accumulate_grad_batches
         arguments = {"accumulated": accumulated, "keep": self._is_writer()}

@@ -2,24 +2,34 @@
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+
+
+def is_fitting(trainer: Trainer | None) -> bool:
+    """Whether a `fit` of this trainer is under way: what it did last stands in its state for ever."""
+    return does(trainer) == TrainerFn.FITTING
+
+
+def does(trainer: Trainer | None) -> TrainerFn | None:
+    """What a trainer is doing now, None for nothing."""
+    return trainer.state.fn if trainer is not None and trainer.state.status == TrainerStatus.RUNNING else None
 
 
 class FitProgress:
-    """What the loop says of the batches that it has had. Without a trainer that fits, it says nothing.
+    """What the loop says of the batches that it has had. Without a fit that is under way, it says nothing.
 
     Args:
-        trainer: The trainer, None for a loop of the user's own.
+        trainer: The trainer, which a loop of the user's own need not have.
     """
 
     def __init__(self, trainer: Trainer | None = None) -> None:
-        self._trainer = trainer
+        self._trainer = trainer if is_fitting(trainer) else None
         self._at_fetch: tuple[int, int] | None = None
 
     def position(self) -> int | None:
         """Batches that the loop has had of the epoch that it is in: none unless it was restarted in the middle.
 
-        None without a trainer that fits.
+        None without a fit that is under way.
         """
         loop = self._loop()
         return None if loop is None else int(loop.batch_progress.current.ready)
@@ -42,6 +52,7 @@ class FitProgress:
         return None if loop is None else (loop.batch_progress.total.processed, loop.global_step)
 
     def _loop(self) -> _TrainingEpochLoop | None:
-        if self._trainer is None or self._trainer.state.fn != TrainerFn.FITTING:
+        trainer = self._trainer  # while an exception is handled it is no longer running, but its counters hold
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING or trainer.state.status == TrainerStatus.FINISHED:
             return None
-        return self._trainer.fit_loop.epoch_loop
+        return trainer.fit_loop.epoch_loop

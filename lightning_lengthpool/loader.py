@@ -90,6 +90,7 @@ class TrainLoader:
         state: Where to go on, as `state` returned it; None for the beginning.
         progress: What the training loop says of its batches.
         boundary: Called before each batch.
+        is_resumed: Whether the first epoch is one that a checkpoint has cut, of which only what remains is yielded.
     """
 
     def __init__(
@@ -99,6 +100,8 @@ class TrainLoader:
         state: State | None = None,
         progress: FitProgress | None = None,
         boundary: Callable[[], None] = lambda: None,
+        *,
+        is_resumed: bool = False,
     ) -> None:
         self._build = build
         self._length = length
@@ -109,6 +112,7 @@ class TrainLoader:
         self._is_trial = False
         self._records: deque[BatchRecord] = deque(maxlen=1024)  # bounded, for nobody has to ask for them
         self.load(state)
+        self._resumed = self._resumed if is_resumed else 0
 
     def load(self, state: State | None) -> None:
         """Go on from a state, also in the middle of an iteration; None for the beginning."""

@@ -115,7 +115,7 @@ def figure_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         if name in summary
     ]
     if summary["misses"]:
-        rows.append(("slots without their class", f"{summary['misses']:,}", "of all ranks; see class_shares"))
+        rows.append(("batches of another class", f"{summary['misses']:,}", "of all ranks; see class_shares"))
     return rows
 
 

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_lengthpool.checkpoint import FRESH, IncompleteStateError, check_settings_fit
 from lightning_lengthpool.data_state import DataState
+from lightning_lengthpool.fit_progress import is_fitting
 from lightning_lengthpool.handover import Handover, trains_a_copy
 from lightning_lengthpool.ranks import Agreement, DataRank
 
@@ -66,7 +66,7 @@ class Resume:
         Raises:
             ValueError: If so, and the mode is 'exact'.
         """
-        if trainer is None or trainer.state.fn != TrainerFn.FITTING or not trainer.ckpt_path or self._has_arrived:
+        if trainer is None or not is_fitting(trainer) or not trainer.ckpt_path or self._has_arrived:
             return False
         self._has_arrived = True  # once is enough
         if self._mode != "fresh":

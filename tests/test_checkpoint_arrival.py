@@ -179,6 +179,34 @@ def test_an_evaluation_of_a_checkpoint_leaves_training_where_it_stands(
     assert model.train_keys == whole
 
 
+def test_a_loop_of_ones_own_after_a_fit_counts_what_it_was_handed(dataset: Callable[..., Path], tmp_path: Path) -> None:
+    path = dataset(LENGTHS, val=[3] * 4)
+    whole, _ = fit(tmp_path, data(path), max_steps=30)
+    for steps in (EPOCH, 7):
+        module = data(path, virtual_epoch_length=EPOCH)
+        fit(tmp_path, module, max_steps=steps)
+        loader = module.train_dataloader()
+        stream = iter(loader)
+        assert [next(stream)["keys"] for _ in range(4)] == whole[steps : steps + 4]
+        assert module.state_dict()["batches"] == steps + 4
+        assert [batch["keys"] for batch in stream] == whole[steps + 4 : steps + EPOCH]
+        module.teardown("fit")
+
+
+def test_a_state_is_loaded_after_an_evaluation(dataset: Callable[..., Path], tmp_path: Path) -> None:
+    path = dataset(LENGTHS, val=[3] * 4)
+    whole, _ = fit(tmp_path, data(path), max_steps=20)
+    other = data(path)
+    fit(tmp_path, other, max_steps=5)
+    state = through_a_file(other.state_dict())
+    module = data(path, resume="exact")
+    trainer(tmp_path).validate(Recorder(), module, verbose=False)
+    module.load_state_dict(state)
+    assert module.state_dict() == state
+    assert next(iter(module.train_dataloader()))["keys"] == whole[5]
+    module.teardown("fit")
+
+
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_copy_stands_where_the_original_does(

@@ -1,6 +1,7 @@
 """Exact resume through Lightning: whoever writes the checkpoint, wherever the run stops."""
 
 import contextlib
+import copy
 import csv
 import os
 import signal
@@ -205,6 +206,21 @@ def two_ranks_two_modules(paths: list[str], folder: str, slower: int) -> list[li
         two_ranks(path, f"{folder}/{stage}", max_steps=4, callbacks=[Slow(), save(f"{folder}/{stage}")])
         for stage, path in enumerate(paths)
     ]
+
+
+def two_ranks_copy(path: str, folder: str) -> tuple[Any, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", message=".*(deprecated|Total length)")
+        module = data(Path(path), virtual_epoch_length=EPOCH)
+        trainer(Path(folder), devices=2, strategy="ddp", max_steps=7, max_epochs=-1).fit(Recorder(), module)
+        return module.state_dict(), copy.deepcopy(module).state_dict()
+
+
+def test_a_copy_has_the_states_of_all_ranks(dataset: Callable[..., Path], tmp_path: Path) -> None:
+    (whole, copied), other = run_ranks(two_ranks_copy, 2, path=str(dataset(LENGTHS)), folder=str(tmp_path))
+    assert copied == whole and [rank["batches"] for rank in whole["ranks"]] == [7, 7]
+    assert other == ({}, {})
 
 
 def save(folder: str) -> ModelCheckpoint:
