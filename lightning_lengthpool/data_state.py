@@ -1,5 +1,6 @@
 """Where a data module stands in its training data: from the loader to the checkpoint and back."""
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -121,7 +122,7 @@ class DataState:
         if own is None:
             return checkpoint.beginning()
         if self._whole is None or own is not self._whole_own:
-            return self._collect(own, data_rank, STATES)
+            return self._collect(own, data_rank)
         return dict(self._whole)
 
     def finish(self, data_rank: DataRank, *, is_writer: bool) -> None:
@@ -129,23 +130,32 @@ class DataState:
         own, offers = self.own, self._offers
         if offers is None:
             return
-        if not is_writer:
-            offers.await_last(patience())
-        elif own is not None:
-            self._whole, self._whole_own = self._collect(own, data_rank, LAST), own
-        else:
+        if is_writer:
+            if own is not None:
+                self._whole, self._whole_own = self._collect(own, data_rank), own
             offers.collect(LAST, patience())
+        else:
+            offers.await_last(patience())
         self._offers = self._guard = None
 
-    def _collect(self, own: State, data_rank: DataRank, question: str) -> dict[str, Any]:
+    def _collect(self, own: State, data_rank: DataRank) -> dict[str, Any]:
         self._whole = self._whole_own = None  # all ranks' states: they may take much memory
-        offers: dict[int, list[State]] = {data_rank.rank: [own]}
-        if self._offers is not None:
-            offers[data_rank.rank] = [*self._recent_states(), own]
-            for answer in self._offers.collect(question, patience()):
-                offers.setdefault(answer["rank"], []).extend(answer["states"])
+        offers: dict[int, list[State]] = {data_rank.rank: [*self._recent_states(), own]}
+        for answer in self._answers(own["batches"]):
+            offers.setdefault(answer["rank"], []).extend(answer["states"])
         batches, states = checkpoint.choose(offers, own["batches"], data_rank.world_size)
         return checkpoint.join(self.settings, batches, states)
+
+    def _answers(self, batches: int) -> list[Any]:
+        """What the other ranks offer; a rank that has not come so far yet is given time."""
+        deadline = time.monotonic() + patience()
+        while self._offers is not None:
+            answers = self._offers.collect(STATES, deadline - time.monotonic())
+            newest = [max(state["batches"] for state in answer["states"]) for answer in answers]
+            if min(newest, default=batches) >= batches or time.monotonic() >= deadline:
+                return answers
+            time.sleep(0.05)
+        return []
 
     def load(
         self, saved: Mapping[str, Any], settings: dict[str, Any], rank: int, *, accumulated: int, keep: bool

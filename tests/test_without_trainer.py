@@ -1,5 +1,6 @@
 """A plain loop under torchrun: each rank reads its own samples, validates, saves and resumes, without a Trainer."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ def loop(path: str, **given: Any) -> dict[str, Any]:
     module.setup("fit")
     loader = module.train_dataloader()
     keys, state = [], {}
+    time.sleep(dist.get_rank())  # it is asked for a state that it does not have yet
     for batch in loader:
         keys.append(batch["keys"])
         if len(keys) == 4:
