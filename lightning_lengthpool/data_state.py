@@ -151,7 +151,7 @@ class DataState:
         deadline = time.monotonic() + patience()
         while self._offers is not None:
             answers = self._offers.collect(STATES, deadline - time.monotonic())
-            newest = [max(state["batches"] for state in answer["states"]) for answer in answers]
+            newest = [max((state["batches"] for state in answer["states"]), default=0) for answer in answers]
             if min(newest, default=batches) >= batches or time.monotonic() >= deadline:
                 return answers
             time.sleep(0.05)
