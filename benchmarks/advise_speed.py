@@ -21,8 +21,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from lightning_lengthpool.advise import advise_lengths
-from lightning_lengthpool.predict import Case, Lengths, predict
+from lightning_lengthpool.advise.command import advise_lengths
+from lightning_lengthpool.simulation.predict import Case, Lengths, predict
 
 POOL_SIZES = (100, 300, 1000, 3000, 10_000)
 LENGTHS = np.random.default_rng(0).lognormal(6, 1, 20_000).round()

@@ -18,8 +18,8 @@ from megatron.energon import SavableDataset, SkipSample, WorkerConfig
 from rich.console import Console
 from rich.table import Table
 
-from lightning_lengthpool.dataset import LengthPoolDataset
-from lightning_lengthpool.pool import PoolSettings
+from lightning_lengthpool.data.pools.dataset import LengthPoolDataset
+from lightning_lengthpool.data.pools.pool import PoolSettings
 
 CONFIG = WorkerConfig(rank=0, world_size=1, num_workers=0)
 

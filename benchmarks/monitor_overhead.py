@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_lengthpool import SyncMonitor
-from lightning_lengthpool.compute_hooks import collectives_issued
 from lightning_lengthpool.demo import DemoDataModule, OcrModel
+from lightning_lengthpool.monitor.compute_hooks import collectives_issued
 
 HOOKS = ("on_train_batch_start", "on_before_backward", "on_after_backward", "on_train_batch_end")
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_lengthpool.causes import CauseTracker, Summary
-from lightning_lengthpool.findings import findings
-from lightning_lengthpool.journal import Journal
-from lightning_lengthpool.monitor import SAMPLED_LENGTHS
-from lightning_lengthpool.records import COLUMNS
+from lightning_lengthpool.monitor.callback import SAMPLED_LENGTHS
+from lightning_lengthpool.monitor.run_log import Journal
+from lightning_lengthpool.runs.causes import CauseTracker, Summary
+from lightning_lengthpool.runs.findings import findings
+from lightning_lengthpool.runs.records import COLUMNS
 
 STEPS = 50  # between two exchanges
 SETTINGS = {

@@ -19,8 +19,9 @@ from megatron.energon.flavors.webdataset import BaseWebdatasetFactory
 from rich.console import Console
 from rich.table import Table
 
-from lightning_lengthpool import LengthPoolDataModule, cost
-from lightning_lengthpool.simulate import simulate
+from lightning_lengthpool import LengthPoolDataModule
+from lightning_lengthpool.ordering import efficiency
+from lightning_lengthpool.simulation.simulate import simulate
 
 POOL_SIZE, SAMPLES = 300, 1500  # samples that each rank trains on
 
@@ -114,7 +115,7 @@ def compare(traces: Mapping[str, tuple[list[np.ndarray], np.ndarray]], console: 
                     "budget" if budget else str(case["batch_size"]),
                     "no" if aim is None else "yes",
                     f"{agree.sum():,} of {agree.size:,}",
-                    f"{cost.sync_efficiency(samples * longest):.3f}",
-                    f"{cost.useful_fraction(tokens, samples * longest):.3f}",
+                    f"{efficiency.sync_efficiency(samples * longest):.3f}",
+                    f"{efficiency.useful_fraction(tokens, samples * longest):.3f}",
                 )
     console.print(table)

@@ -16,11 +16,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from lightning_lengthpool import cost
-from lightning_lengthpool.figures import WAIT, WORK, draw_ranks
-from lightning_lengthpool.order import get_policy
-from lightning_lengthpool.simulate import simulate
-from lightning_lengthpool.stream import HISTORY, Reference, SortedPool
+from lightning_lengthpool.ordering import efficiency
+from lightning_lengthpool.ordering.order import get_policy
+from lightning_lengthpool.ordering.sorted_pool import HISTORY, Reference, SortedPool
+from lightning_lengthpool.report.figures import WAIT, WORK, draw_ranks
+from lightning_lengthpool.simulation.simulate import simulate
 
 RANKS, POOL_SIZE, BATCH_SIZE, STEPS = 3, 400, 4, 1000
 SHOWN = slice(500, 540)
@@ -91,7 +91,10 @@ def main() -> None:
         setting = {"batch_size": BATCH_SIZE, **setting}
         result = simulate(OWN, pool_size=POOL_SIZE, steps=STEPS, is_cycle=True, **setting)
         draw_ranks(left, np.arange(SHOWN.stop - SHOWN.start), result.padded[SHOWN])
-        idle, padding = cost.idle_fraction(result.padded), cost.padding_fraction(result.tokens, result.padded)
+        idle, padding = (
+            efficiency.idle_fraction(result.padded),
+            efficiency.padding_fraction(result.tokens, result.padded),
+        )
         left.set_title(f"{name}: {100 * idle:.0f} % waiting", fontsize=9.5, loc="left", weight="bold")
         right.set_title(f"{100 * padding:.0f} % padding", fontsize=9.5, loc="left")
         batches = first_rank(**setting)

@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_lengthpool import LengthPoolDataModule
-from lightning_lengthpool.dataset import LengthPoolDataset
-from lightning_lengthpool.flush_pool import FlushPool
+from lightning_lengthpool.data.pools.dataset import LengthPoolDataset
+from lightning_lengthpool.data.pools.flush_pool import FlushPool
 
 
 def module(path: Path, pool_size: int) -> LengthPoolDataModule:
@@ -66,7 +66,7 @@ def without_a_place(path: Path, pool_size: int) -> Loader:
     with (
         patch.object(FlushPool, "_turn", turn),
         patch.object(LengthPoolDataset, "_place", lambda self: {"pool": {}}),
-        patch("lightning_lengthpool.flush_pool.SNAPSHOT_SAMPLES", float("inf")),
+        patch("lightning_lengthpool.data.pools.flush_pool.SNAPSHOT_SAMPLES", float("inf")),
     ):
         return Loader(path, 0.001, policy="pool", num_workers=1, pool_size=pool_size)
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_lengthpool import LengthPoolDataModule
-from lightning_lengthpool.flush_pool import FlushPool
+from lightning_lengthpool.data.pools.flush_pool import FlushPool
 
 
 class CollectThenFlush(FlushPool):

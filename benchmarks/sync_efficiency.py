@@ -10,7 +10,7 @@ data module's loaders. The peers run through their published packages (`pip inst
 what each is, and what it needs to know, stands in `peers.py`.
 
 `sync_efficiency.csv` and the tables have, for each case: `sync`, `padding` and `useful` (of padded tokens, see
-`lightning_lengthpool.cost`), `count_spread` (most samples on a rank / fewest, mean over steps), `neighbour_corr`
+`ordering.efficiency`), `count_spread` (most samples on a rank / fewest, mean over steps), `neighbour_corr`
 (correlation of a rank's mean length with that of its next step: 0 is a random order), `cost_cv` (coefficient of
 variation over time of the slowest rank's padded tokens), and `length_bias` (mean length of what was trained on / of the
 data, - 1: a sampler that puts some lengths off until later shows here). A peer whose pool cannot be chosen has no
@@ -33,10 +33,10 @@ from peers import PEERS, Case, Step
 from rich.console import Console
 from rich.table import Table
 
-from lightning_lengthpool import cost
-from lightning_lengthpool.order import order_blocks, order_pool
-from lightning_lengthpool.simulate import Simulation, simulate
-from lightning_lengthpool.stream import HISTORY, Reference, SortedPool
+from lightning_lengthpool.ordering import efficiency
+from lightning_lengthpool.ordering.order import order_blocks, order_pool
+from lightning_lengthpool.ordering.sorted_pool import HISTORY, Reference, SortedPool
+from lightning_lengthpool.simulation.simulate import Simulation, simulate
 
 SAMPLES = 4000  # of each rank
 REFERENCE = 5000  # lengths in the reference file
@@ -74,9 +74,9 @@ def score(tokens: np.ndarray, padded: np.ndarray, samples: np.ndarray, data_mean
     """The figures of one case; all arrays are `[steps, ranks]`."""
     mean, slowest = tokens / samples, padded.max(axis=1)
     return {
-        "sync": cost.sync_efficiency(padded),
-        "padding": cost.padding_fraction(tokens, padded),
-        "useful": cost.useful_fraction(tokens, padded),
+        "sync": efficiency.sync_efficiency(padded),
+        "padding": efficiency.padding_fraction(tokens, padded),
+        "useful": efficiency.useful_fraction(tokens, padded),
         "count_spread": float((samples.max(axis=1) / samples.min(axis=1)).mean()),
         "neighbour_corr": float(np.corrcoef(mean[:-1].ravel(), mean[1:].ravel())[0, 1]),
         "cost_cv": float(slowest.std() / slowest.mean()),
@@ -232,9 +232,9 @@ def packed_mix(lengths: np.ndarray, batch_size: int, with_reference: bool) -> tu
         reference = Reference({0: drawn[~kinds], 1: drawn[kinds]}) if with_reference else None
         mixed = simulate(own, "stream", **setting, classes=classes, reference=reference)
         same = (mixed.classes == mixed.classes[:, :1]).all(axis=1).mean()
-        found.append((float(same), cost.idle_fraction(mixed.padded)))
+        found.append((float(same), efficiency.idle_fraction(mixed.padded)))
     same, idle = np.mean(found, axis=0)
-    return float(same), float(idle), cost.idle_fraction(one.padded)
+    return float(same), float(idle), efficiency.idle_fraction(one.padded)
 
 
 def leaving(lengths: np.ndarray, pool_size: int = 1000, samples: int = 100_000, **options: Any) -> np.ndarray:

@@ -3,22 +3,22 @@
 Each data-parallel rank keeps a pool of encoded samples, orders it by length and draws from it with a random
 sequence that all ranks share, so that at every step all ranks train on about the same length. The two names
 that a training script needs are exported here; they are imported on first use, so that a pure module such as
-`lightning_lengthpool.order` loads neither torch nor Lightning.
+`lightning_lengthpool.ordering.order` loads neither torch nor Lightning.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_lengthpool.datamodule import LengthPoolDataModule
-    from lightning_lengthpool.monitor import SyncMonitor
+    from lightning_lengthpool.data.datamodule import LengthPoolDataModule
+    from lightning_lengthpool.monitor.callback import SyncMonitor
 
 __version__ = "0.1.0"
 __all__ = ["LengthPoolDataModule", "SyncMonitor", "__version__"]
 
 _EXPORTS = {
-    "LengthPoolDataModule": "lightning_lengthpool.datamodule",
-    "SyncMonitor": "lightning_lengthpool.monitor",
+    "LengthPoolDataModule": "lightning_lengthpool.data.datamodule",
+    "SyncMonitor": "lightning_lengthpool.monitor.callback",
 }
 
 

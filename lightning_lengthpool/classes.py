@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_lengthpool.length import get_field
+from lightning_lengthpool.ordering.length import get_field
 
 
 def packed_class(sample: Any) -> str:

@@ -11,10 +11,10 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lightning_lengthpool import LengthPoolDataModule, SyncMonitor
-from lightning_lengthpool.compare import compare
-from lightning_lengthpool.local_paths import local_path
-from lightning_lengthpool.order import POLICIES
-from lightning_lengthpool.page import STEPS, report
+from lightning_lengthpool.ordering.local_paths import local_path
+from lightning_lengthpool.ordering.order import POLICIES
+from lightning_lengthpool.report.compare import compare
+from lightning_lengthpool.report.page import STEPS, report
 
 DESCRIPTION = """Train with the same sample length on every rank at the same step.
 There are three more subcommands than Lightning's: 'advise' says before training what a pool would bring for a config's
@@ -189,7 +189,7 @@ _WITH = {"config": ("samples",), "lengths": ("batch_size", "pool_size", "max_tok
 
 
 def _advise(parser: argparse.ArgumentParser, options: dict[str, Any], overrides: Sequence[str]) -> None:
-    from lightning_lengthpool.advise import advise_config, advise_lengths  # training has no need of it
+    from lightning_lengthpool.advise.command import advise_config, advise_lengths  # training has no need of it
 
     given = {name: value for name, value in options.items() if value is not None}
     source, other = ("config", "lengths") if "config" in given else ("lengths", "config")

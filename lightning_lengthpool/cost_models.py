@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_lengthpool.length import field_names, get_field
+from lightning_lengthpool.ordering.length import field_names, get_field
 
 
 class CostModel(ABC):
@@ -262,9 +262,9 @@ class FittedCost(CostModel):
     """
 
     def __init__(self, path: str | Path) -> None:
-        from lightning_lengthpool.causes import MIN_MICRO_BATCHES, CauseTracker
-        from lightning_lengthpool.runs import find_steps
-        from lightning_lengthpool.steps_file import read_steps
+        from lightning_lengthpool.runs.causes import MIN_MICRO_BATCHES, CauseTracker
+        from lightning_lengthpool.runs.run import find_steps
+        from lightning_lengthpool.runs.steps_file import read_steps
 
         file = find_steps(path)
         steps = read_steps(file)

@@ -10,7 +10,7 @@ import pytest
 from megatron.energon import DefaultTaskEncoder, Sample, TextSample, edataclass, stateless
 from megatron.energon.flavors.webdataset import BaseWebdatasetFactory
 
-from lightning_lengthpool.records import COLUMNS
+from lightning_lengthpool.runs.records import COLUMNS
 
 
 @edataclass

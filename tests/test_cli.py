@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from lightning_lengthpool.cli import main
-from lightning_lengthpool.records import COLUMNS
+from lightning_lengthpool.runs.records import COLUMNS
 
 ROOT = Path(__file__).parent.parent
 
@@ -146,7 +146,7 @@ def test_an_option_that_fit_does_not_take_is_named(capsys: pytest.CaptureFixture
 def test_advise_takes_the_options_of_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[tuple[Any, dict[str, Any]]] = []
     monkeypatch.setattr(
-        "lightning_lengthpool.advise.advise_config", lambda config, **rest: given.append((config, rest))
+        "lightning_lengthpool.advise.command.advise_config", lambda config, **rest: given.append((config, rest))
     )
     main(["advise", *configs("demo"), "--data.init_args.batch_size", "4", "--samples", "9", "--trainer.devices=3"])
     ((config, rest),) = given

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks import run_ranks
+from helpers.ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -161,7 +161,7 @@ def fit_with_the_monitor(root: Path) -> list[float]:
     """Runs on each of two ranks, of which rank 1 is slow; returns its shares."""
     from test_monitor import Loader, Model, trainer
 
-    from lightning_lengthpool.monitor import SyncMonitor
+    from lightning_lengthpool.monitor.callback import SyncMonitor
 
     shares = []
 
@@ -179,8 +179,8 @@ def fit_with_the_monitor(root: Path) -> list[float]:
 
 
 def test_the_monitor_still_sees_each_rank_s_own_compute(tmp_path: Path) -> None:
-    from lightning_lengthpool.records import by_step
-    from lightning_lengthpool.steps_file import read_steps
+    from lightning_lengthpool.runs.records import by_step
+    from lightning_lengthpool.runs.steps_file import read_steps
 
     shares = run_ranks(fit_with_the_monitor, 2, root=tmp_path)
     assert shares == [[pytest.approx(2 / 3)] * STEPS, [pytest.approx(4 / 3)] * STEPS]

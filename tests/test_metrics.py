@@ -1,4 +1,4 @@
-"""The metrics against the formulas of `cost.py`: in one process, over real ranks, and in Lightning."""
+"""The metrics against the formulas of `efficiency.py`: in one process, over real ranks, and in Lightning."""
 
 import copy
 import pickle
@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
+from helpers.ranks import run_ranks
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
-from lightning_lengthpool import cost
 from lightning_lengthpool.metrics import IdleFraction, PaddingFraction, RankSpread, UsefulFraction
+from lightning_lengthpool.ordering import efficiency
 
 ALL = (IdleFraction, PaddingFraction, UsefulFraction, RankSpread)
 
@@ -34,9 +34,9 @@ def reference_spread(values: np.ndarray) -> dict[str, float]:
 def reference(tokens: np.ndarray, padded: np.ndarray) -> dict[str, Any]:
     """What each metric must give for these tables of steps and ranks."""
     return {
-        "IdleFraction": cost.idle_fraction(padded),
-        "PaddingFraction": cost.padding_fraction(tokens, padded),
-        "UsefulFraction": cost.useful_fraction(tokens, padded),
+        "IdleFraction": efficiency.idle_fraction(padded),
+        "PaddingFraction": efficiency.padding_fraction(tokens, padded),
+        "UsefulFraction": efficiency.useful_fraction(tokens, padded),
         **reference_spread(padded),
     }
 
@@ -89,8 +89,10 @@ def test_calling_a_metric_gives_the_rows_just_given_and_keeps_the_total():
     tokens, padded = numbers()
     idle, padding, spread = IdleFraction(), PaddingFraction(), RankSpread()
     for t, p in zip(tokens[:, None], padded[:, None], strict=True):
-        assert idle(torch.from_numpy(p)).item() == pytest.approx(cost.idle_fraction(p))
-        assert padding(torch.from_numpy(t), torch.from_numpy(p)).item() == pytest.approx(cost.padding_fraction(t, p))
+        assert idle(torch.from_numpy(p)).item() == pytest.approx(efficiency.idle_fraction(p))
+        assert padding(torch.from_numpy(t), torch.from_numpy(p)).item() == pytest.approx(
+            efficiency.padding_fraction(t, p)
+        )
         assert spread(torch.from_numpy(p))["max"].item() == p.max()
     expected = reference(tokens, padded)
     assert idle.compute().item() == pytest.approx(expected["IdleFraction"], rel=1e-12)
@@ -109,9 +111,9 @@ def test_steps_with_a_missing_number_are_left_out():
     pairs = ~np.isnan(holes_t + holes_p)  # a ratio of sums: only the number itself goes
     assert computed(metrics) == close(
         {
-            "IdleFraction": cost.idle_fraction(without_5),
-            "PaddingFraction": cost.padding_fraction(tokens[pairs], padded[pairs]),
-            "UsefulFraction": cost.useful_fraction(tokens[left], padded[left]),
+            "IdleFraction": efficiency.idle_fraction(without_5),
+            "PaddingFraction": efficiency.padding_fraction(tokens[pairs], padded[pairs]),
+            "UsefulFraction": efficiency.useful_fraction(tokens[left], padded[left]),
             **reference_spread(without_5),
         }
     )
@@ -269,11 +271,11 @@ def test_logged_as_objects_in_lightning(precision: str):
     padded = costs + np.array([[0.0], [1.0]])
     assert {name: float(value) for name, value in trainer.callback_metrics.items()} == pytest.approx(
         {
-            "idle": cost.idle_fraction(costs),
-            "idle_step": cost.idle_fraction(costs[:1]),
-            "idle_epoch": cost.idle_fraction(costs),
-            "padding": cost.padding_fraction(costs, padded),
-            "useful": cost.useful_fraction(costs, padded),
+            "idle": efficiency.idle_fraction(costs),
+            "idle_step": efficiency.idle_fraction(costs[:1]),
+            "idle_epoch": efficiency.idle_fraction(costs),
+            "padding": efficiency.padding_fraction(costs, padded),
+            "useful": efficiency.useful_fraction(costs, padded),
             **{f"tokens_{name}": value for name, value in reference_spread(costs).items()},
         }
     )
@@ -354,10 +356,10 @@ def test_over_ranks():
         complete = np.arange(30) != 4
         pairs = complete[:, None] | (np.arange(3) != 1)
         hole = reference(tokens[complete], padded[complete])
-        hole["PaddingFraction"] = cost.padding_fraction(tokens[pairs], padded[pairs])
+        hole["PaddingFraction"] = efficiency.padding_fraction(tokens[pairs], padded[pairs])
         assert results["hole"] == close(hole)
-        assert results["on_step"] == pytest.approx([cost.idle_fraction(row[None]) for row in padded[:3]])
-        assert results["on_step_total"] == pytest.approx(cost.idle_fraction(padded[:3]))
+        assert results["on_step"] == pytest.approx([efficiency.idle_fraction(row[None]) for row in padded[:3]])
+        assert results["on_step_total"] == pytest.approx(efficiency.idle_fraction(padded[:3]))
         assert results["same"] == close(reference(tokens, padded))
         assert results["alone"] == close(reference(tokens, padded))
         assert results["alone_computes"] == 0

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_lengthpool.datamodule import LengthPoolDataModule
+from lightning_lengthpool.data.datamodule import LengthPoolDataModule
 from lightning_lengthpool.demo.build import ensure_dataset
 from lightning_lengthpool.demo.task_encoder import OcrTaskEncoder
 

@@ -1,0 +1,1 @@
+"""The advisor: scan the data, simulate, recommend."""

@@ -1,0 +1,1 @@
+"""Read a sample of the data, to learn its lengths."""

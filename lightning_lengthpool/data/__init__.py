@@ -1,0 +1,1 @@
+"""From an energon data set to a rank's batches, with Lightning."""

@@ -1,0 +1,1 @@
+"""A worker's pool: samples come in, slots leave."""

@@ -1,0 +1,124 @@
+"""What comes into a worker's pool: that something comes at all, and the same again when a run goes on.
+
+A resumed run reads again what its worker had read: samples by their keys, and the stream since the last snapshot. A
+sample whose read failed once, or fails now, an encoder whose result depends on more than the sample, or changed data
+would lead to other batches without a word. So the iterator state has a checksum of what came in.
+"""
+
+import zlib
+from typing import Any, NoReturn
+
+from megatron.energon import SavableDataset, WorkerConfig
+from megatron.energon.errors import FatalSampleError
+from megatron.energon.wrappers.base import get_sample_restore_key
+
+from lightning_lengthpool.data.pools.pool import PoolSettings, Size
+from lightning_lengthpool.data.reading.shards import ShardError
+from lightning_lengthpool.ordering.length import get_field
+
+
+class StarvedError(FatalSampleError):
+    """A worker that reads, and makes nothing of what it reads: the other ranks would wait for it without end."""
+
+
+class Arrivals:
+    """The samples that have come into one worker's pool.
+
+    Attributes:
+        tolerance: Samples that may be read in a row before one comes in; 0 for any number.
+        buffered: How many more energon's own buffers hold back.
+    """
+
+    def __init__(self) -> None:
+        self.tolerance = self.buffered = 0
+        self.reset()
+
+    def reset(self) -> None:
+        self.samples = self.checksum = self._read = 0
+        self.last: Any = None  # the last one's key
+
+    def read(self, worker_config: WorkerConfig) -> None:
+        """Count a sample that is read, before it is known what becomes of it.
+
+        Raises:
+            StarvedError: If too many were read in a row and none has come in.
+        """
+        self._read += 1
+        if self.tolerance and self._read > self.tolerance + self.buffered:
+            what = f"{self._read - 1} samples were read in a row and none came into the pool"
+            starve(worker_config, what, self.tolerance)
+
+    def add(self, sample: Any, cost: float) -> None:
+        """Count a sample that comes in."""
+        self._read = 0
+        self.samples += 1
+        self.checksum = zlib.crc32(f"{get_sample_restore_key(sample)}{cost}".encode(), self.checksum)
+        self.last = get_field(sample, "__key__")
+
+    def state(self) -> list[Any]:
+        """What `restore` takes, plain."""
+        return [self.samples, self.checksum, self.last]
+
+    def restore(self, state: list[Any]) -> None:
+        self.samples, self.checksum, self.last = state
+        self._read = 0
+
+
+class Replay:
+    """Reads again what an iterator state names, and keeps in mind what is not as it was.
+
+    Args:
+        dataset: Where the samples come from.
+        settings: The pool, which measures them.
+
+    Attributes:
+        differences: A sentence for each difference.
+    """
+
+    def __init__(self, dataset: SavableDataset, settings: PoolSettings) -> None:
+        self._dataset = dataset
+        self._settings = settings
+        self.differences: list[str] = []
+
+    def sample(self, key: Any, cost: float) -> tuple[Any, Size] | None:
+        """Read one sample again by its key.
+
+        Args:
+            key: Its restore key.
+            cost: What it cost when the state was saved.
+
+        Returns:
+            The sample with its length and cost; None if it fails now.
+        """
+        try:
+            sample = self._dataset.restore_sample(key)
+            size = self._settings.measure(sample)
+        except ShardError:
+            raise
+        except Exception as error:
+            self.differences.append(f"the sample with the restore key {key} cannot be read again ({error!r})")
+            return None
+        if size.cost != cost:
+            name = get_field(sample, "__key__")
+            self.differences.append(f"sample {name!r} has a cost of {size.cost:g} now, and had one of {cost:g}")
+        return sample, size
+
+    def compare(self, arrivals: Arrivals, saved: list[Any]) -> None:
+        """Compare what has come in again with what had come in when the state was saved."""
+        if arrivals.state() == saved:
+            return
+        samples, _, last = saved
+        found = "some of them are" if last == arrivals.last else f"the last of them is {arrivals.last!r}, so they are"
+        self.differences.append(
+            f"the samples that had come in since the last snapshot, up to number {samples} ({last!r}), were read "
+            f"again, and {found} others or of other lengths"
+        )
+
+
+def starve(worker_config: WorkerConfig, what: str, tolerance: int) -> NoReturn:
+    """Raise a `StarvedError` that says what was skipped by whom, and the way out."""
+    raise StarvedError(
+        f"rank {worker_config.rank}, worker {worker_config.rank_worker_id()}: {what} (skip_tolerance is {tolerance}), "
+        "and all other ranks wait for this one. The task encoder skips them (SkipSample), yields nothing for them or "
+        "fails on them: correct it, or leave such samples out of the data. Or raise skip_tolerance; 0 sets no limit."
+    )

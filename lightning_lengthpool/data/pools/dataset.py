@@ -1,0 +1,279 @@
+"""The length pool as an energon wrapper: draws slots from the pool, forms batches, tells its place.
+
+A batch is a SLOT: some places of the pool's order. The order advances by slots and never by samples, so that one rank's
+bad sample does not shift that rank against the others: a sample that fails after the pool leaves its slot smaller, and
+a slot that is empty, or whose collate fails, takes the samples nearest in cost instead.
+
+The place in the stream travels beside each batch to the main process. So saving needs no word from a worker: it works
+before the first batch, after the last, and with workers that are gone.
+"""
+
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.energon import SavableDataset, WorkerConfig
+from megatron.energon.errors import ErrorContext
+from megatron.energon.state import FlexState
+from megatron.energon.task_encoder.base import get_failure_tolerance
+from megatron.energon.wrappers import PackingDataset, ShuffleBufferDataset
+from megatron.energon.wrappers.base import BaseWrapperDataset, SampleIndex
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from lightning_lengthpool.data.pools.arrivals import starve
+from lightning_lengthpool.data.pools.flush_pool import FlushPool
+from lightning_lengthpool.data.pools.pool import Entry, Pool, PoolSettings
+from lightning_lengthpool.data.pools.stream_pool import StreamPool
+from lightning_lengthpool.data.reading.shards import parts_of, watch_sources
+from lightning_lengthpool.ordering.length import get_field
+
+
+@dataclass
+class PooledBatch:
+    """A user's batch on its way from the worker to the main process, with what travels beside it.
+
+    Attributes:
+        batch: The user's batch.
+        lengths: Tokens of each of its samples.
+        place: The stream's place after this batch, counted from a snapshot.
+        snapshot: That snapshot, if this is the first batch since it was taken; else it is that of the batch before.
+        missed: Whether the batch is of another class than its slot is meant for on all ranks.
+        warning: Something that the user should know, said in the main process.
+    """
+
+    batch: Any
+    lengths: tuple[float, ...]
+    __key__: list[str]
+    place: dict[str, Any] = field(default_factory=dict)
+    snapshot: dict[str, Any] | None = None
+    missed: bool = False
+    warning: str | None = None
+    __restore_key__: tuple = field(default=())  # where energon's loader puts its own position
+
+    def pin_memory(self) -> "PooledBatch":
+        """Pin the user's batch as torch's loader would have done without this wrapper (untested on a GPU)."""
+        self.batch = pin_memory(self.batch)
+        return self
+
+
+class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
+    """Pools the samples of a dataset by length and yields batches (`PooledBatch`).
+
+    Args:
+        dataset: Encoded samples.
+        batch_size: Places a slot has, at least 1; with a budget, at most; None only with a budget.
+        settings: The pool.
+        batch: Collates a list of samples; None (with `batch_size` 1) yields the sample itself as the batch.
+        encode_batch: Applied to the collated batch, if given.
+        postencode: Applied to each sample after it has left the pool, if given; may yield several samples or none.
+        failure_tolerance: Failures in a row after which a `FatalSampleError` ends the iteration, of a method that does
+            not say so itself (`@stateless(failure_tolerance=...)`); 0 for no limit.
+        skip_tolerance: Samples that may be read in a row without one that comes into the pool, or leave it without a
+            batch, before a `StarvedError` ends the iteration; 0 for no limit.
+        worker_config: The rank and its workers.
+    """
+
+    _indices = ("_postencode_index", "_batch_index", "_encode_batch_index")
+
+    def __init__(
+        self,
+        dataset: SavableDataset,
+        *,
+        batch_size: int | None,
+        settings: PoolSettings,
+        batch: Callable[[list[Any]], Any] | None,
+        encode_batch: Callable[[Any], Any] | None = None,
+        postencode: Callable[[Any], Any] | None = None,
+        failure_tolerance: int | None = 100,
+        skip_tolerance: int = 0,
+        worker_config: WorkerConfig,
+    ) -> None:
+        super().__init__(dataset, worker_config=worker_config)
+        settings.check_batch_size(batch_size)
+        self.batch_size = batch_size
+        self.settings = settings
+        self.batch = batch
+        self.encode_batch = encode_batch
+        self.postencode = postencode
+        is_stream = settings.policy == "stream" and settings.pool_size
+        self.pool: Pool = (
+            StreamPool(dataset, settings, batch_size, failure_tolerance)
+            if is_stream
+            else FlushPool(dataset, settings, batch_size or 1, failure_tolerance)
+        )
+        #: Places from which this rank's workers go on, by logical worker; to be set before iteration starts.
+        self.resume_from: dict[int, dict[str, Any]] = {}
+        #: Whether what was left of the pool that was handed out cannot be re-read, and is lost.
+        self.lose_pool = False
+        #: Whether to refuse to go on with other samples than the uninterrupted run's; else there is a warning.
+        self.is_exact = False
+        self.failure_tolerance, self.skip_tolerance = failure_tolerance, skip_tolerance
+        watch_sources(dataset, self.pool.arrivals)
+        #: Whether to yield what travels beside the batches only, as a trial run does that wants no batch.
+        self.drop_batches = False
+        self._errors = {
+            stage: ErrorContext(
+                name=f"LengthPoolDataset.{stage}",
+                handler=worker_config.global_error_handler,
+                tolerance=get_failure_tolerance(method, failure_tolerance),
+            )
+            for stage, method in (("postencode", postencode), ("batch", batch), ("encode_batch", encode_batch))
+        }
+        self.reset_state_own()
+
+    def reset_state_own(self) -> None:
+        self.pool.reset()
+        self._slots = 0  # batches handed out so far
+        for name in self._indices:
+            setattr(self, name, SampleIndex(self.worker_config, src=self))
+
+    def __iter__(self) -> Iterator[PooledBatch]:
+        state = self.resume_from.pop(self.worker_config.rank_worker_id(), None)
+        try:
+            if state is not None:
+                self.restore_state(state)
+            self.pool.arrivals.tolerance = self.skip_tolerance
+            self.pool.arrivals.buffered = sum(map(_buffered, parts_of(self.dataset)))
+            upstream, sent = self.pool.start(lose_pool=self.lose_pool), None
+        except (AssertionError, AttributeError, IndexError, KeyError, TypeError) as error:
+            if state is None:
+                raise
+            raise ValueError(
+                f"rank {self.worker_config.rank}, worker {self.worker_config.rank_worker_id()}: its part of the data "
+                f"state in the checkpoint cannot be restored ({error!r}): it is damaged, or energon reads another one "
+                "now. To let the data start from the beginning on purpose set 'resume: fresh'."
+            ) from error
+        warning = self._check_replay()
+        while (batch := self._next_batch(upstream)) is not None:
+            batch.place = self._place()
+            if sent is not self.pool.snapshot:
+                batch.snapshot = sent = self.pool.snapshot
+            if warning is None:
+                warning, self.pool.warning = self.pool.warning, None
+            batch.warning, warning = warning, None
+            if self.drop_batches:
+                batch.batch = None
+            yield batch
+
+    def _check_replay(self) -> str | None:
+        """Say what the pool had to restore, and found otherwise; an error if it must not be."""
+        differences, self.pool.differences = self.pool.differences, []
+        if not differences:
+            return None
+        config, more = self.worker_config, len(differences) - 1
+        what = f"rank {config.rank}, worker {config.rank_worker_id()}: {differences[0]}"
+        what += f" ({more} more differences)" if more else ""
+        why = "A read that failed once, an encoder that draws random numbers without restore_seeds, or changed data "
+        why += "can be the cause."
+        if self.is_exact:
+            raise ValueError(
+                f"the data cannot go on exactly (resume is 'exact'); {what}. {why} Bring back what was there; or set "
+                "resume to 'auto', and the run goes on with other samples."
+            )
+        return f"the data do not go on exactly; {what}. {why}"
+
+    def _next_batch(self, upstream: Iterator[Any]) -> PooledBatch | None:
+        """Hand out the next slot; None at the end of a finite stream."""
+        if (slot := self.pool.take_slot(upstream)) is None:
+            return None
+        self._slots += 1
+        taken, tried = slot, 0
+        while (batch := self._form_batch(taken.entries)) is None:
+            tried += len(taken.entries)
+            if self.skip_tolerance and tried > self.skip_tolerance:
+                what = f"{tried} samples in a row left the pool and none made a batch"
+                starve(self.worker_config, what, self.skip_tolerance)
+            taken = self.pool.take_nearest(upstream, slot)
+            if not taken.entries:
+                return None
+        batch.missed = taken.missed
+        return batch
+
+    def _place(self) -> dict[str, Any]:
+        indices = [getattr(self, name).save_state() for name in self._indices]
+        return {"pool": self.pool.place(), "slots": self._slots, "indices": indices}
+
+    def save_state(self) -> FlexState:
+        return FlexState(__class__=type(self).__name__, snapshot=self.pool.snapshot, place=self._place())
+
+    def restore_state(self, state: dict[str, Any]) -> None:
+        """Go on from a place; the samples that the pool held are re-read when iteration starts."""
+        place = state["place"]
+        self.pool.restore(state["snapshot"], place["pool"])
+        self._slots = place["slots"]
+        for name, index in zip(self._indices, place["indices"], strict=True):
+            getattr(self, name).restore_state(index)
+
+    def _form_batch(self, slot: Sequence[Entry]) -> PooledBatch | None:
+        """Post-encode and collate a slot's samples; None if none is left or the collate failed."""
+        encoded = [done for entry in slot for done in self._postencode(entry)]
+        if not encoded:
+            return None
+        samples = [entry.sample for entry in encoded]
+        batch: Any = samples
+        for stage, function, index in (
+            ("batch", self.batch or _only, self._batch_index),
+            ("encode_batch", self.encode_batch if self.batch is not None else None, self._encode_batch_index),
+        ):
+            if function is not None:
+                given, batch = batch, None
+                with self._errors[stage].handle_errors(samples), index.ctx():
+                    batch = function(given)
+                if batch is None:  # it has failed, or there is nothing to train on: Lightning would pass None over
+                    return None
+                if isinstance(batch, Generator):
+                    raise TypeError(f"{stage} gave a generator: a slot is exactly one batch on every rank. Return it.")
+        keys = [str(get_field(sample, "__key__")) for sample in samples]
+        return PooledBatch(batch, tuple(entry.length for entry in encoded), keys)
+
+    def _postencode(self, entry: Entry) -> list[Entry]:
+        if self.postencode is None:
+            return [entry]
+        with self._errors["postencode"].handle_errors(entry.sample):
+            with self._postencode_index.ctx():
+                sample = self.postencode(entry.sample)
+                samples = list(sample) if isinstance(sample, Iterator) else [sample]
+            return [Entry(sample, entry.length) for sample in samples]
+        return []
+
+    def len_worker(self, worker_idx: int | None = None) -> int:
+        return math.ceil(self.dataset.len_worker(worker_idx) / (self.batch_size or 1))
+
+    def can_restore_sample(self) -> bool:
+        return False  # a batch is restored through the pool's state, not by a key of its own
+
+    def config(self) -> dict[str, Any]:
+        functions = {
+            "length_fn": self.settings.length_fn,
+            "class_fn": self.settings.class_fn,
+            "batch": self.batch,
+        }
+        return {
+            "type": type(self).__qualname__,
+            "batch_size": self.batch_size,
+            "pool_size": self.settings.pool_size,
+            "policy": self.settings.policy,
+            "seed": self.settings.seed,
+            "cost": None if self.settings.cost is None else self.settings.cost.fingerprint(),
+            "max_tokens": self.settings.max_tokens,
+            "over_budget": self.settings.over_budget,
+            "class_shares": self.settings.class_shares,
+            **{name: None if fn is None else self._function_config(fn) for name, fn in functions.items()},
+            "worker_config": self.worker_config.config(),
+            "dataset": self.dataset.config(),
+        }
+
+    def __str__(self) -> str:
+        return f"LengthPoolDataset({self.settings}, batch_size={self.batch_size}, dataset={self.dataset})"
+
+
+def _buffered(dataset: Any) -> int:
+    if isinstance(dataset, ShuffleBufferDataset):
+        return dataset.size
+    return dataset.buffer_size if isinstance(dataset, PackingDataset) else 0
+
+
+def _only(samples: list[Any]) -> Any:
+    """A pack is the batch."""
+    return samples[0]

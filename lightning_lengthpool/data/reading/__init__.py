@@ -1,0 +1,1 @@
+"""What energon reads: paths, splits, shards, and which data it was."""

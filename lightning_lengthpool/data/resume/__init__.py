@@ -1,0 +1,1 @@
+"""All ranks' iterator states, from a checkpoint and into one."""

@@ -1,0 +1,199 @@
+"""What a checkpoint holds of the data: each rank's iterator state, and the settings under which it is one."""
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_lengthpool.data.reading.data_identity import check_same_data
+
+VERSION = 2
+
+FRESH = "To let the data start from the beginning on purpose set 'resume: fresh'."
+
+# What a state looks like: a type, a dict of what its keys hold, or a list of what each item is.
+_WORKER = {"snapshot": (dict, None), "place": {"pool": dict, "slots": int, "indices": [int]}}
+_RANK = {"workers": [(_WORKER, None)], "batches": int, "position": int}
+_SAVED = {"version": int, "settings": dict, "batches": int, "ranks": [_RANK]}
+_SHAPE = {"ranks": int, "num_workers": int}
+
+
+class IncompleteStateError(ValueError):
+    """A checkpoint tells that it lacks the data state, for a rank did not answer or its data cannot be saved."""
+
+
+def beginning() -> dict[str, Any]:
+    """What a checkpoint holds before the first batch: no state, which fits all settings."""
+    return {"version": VERSION, "settings": {}, "batches": 0, "ranks": []}
+
+
+def join(settings: Mapping[str, Any], batches: int, ranks: Sequence[Any]) -> dict[str, Any]:
+    """What goes into the checkpoint.
+
+    Args:
+        settings: What the states depend on.
+        batches: How many batches each rank has trained on.
+        ranks: The states after these, by data rank; None for a rank whose state is not known.
+    """
+    missing = [rank for rank, state in enumerate(ranks) if state is None]
+    if missing:
+        warnings.warn(
+            f"the checkpoint lacks the data state of rank(s) {missing}, which did not answer: a run that resumes from "
+            "it starts the data from the beginning. The model's state is complete.",
+            stacklevel=2,
+        )
+    problems = {
+        (worker["snapshot"] or {}).get("error") for rank in ranks if rank for worker in rank["workers"] if worker
+    }
+    if problems := problems - {None}:
+        warnings.warn(
+            f"the checkpoint lacks the data state ({'; '.join(sorted(problems))}): a run that resumes from it starts "
+            "the data from the beginning. The model's state is complete.",
+            stacklevel=2,
+        )
+    states = [] if missing or problems else list(ranks)
+    return {"version": VERSION, "settings": dict(settings), "batches": batches, "ranks": states}
+
+
+def choose(offers: Mapping[int, Sequence[Mapping[str, Any]]], wanted: int, ranks: int) -> tuple[int, list[Any]]:
+    """Choose one state of each rank, all of them after the same batch.
+
+    Args:
+        offers: By data rank the states after its last batches.
+        wanted: The number of batches that the model was trained on.
+        ranks: Number of data ranks.
+
+    Returns:
+        A number of batches, and the states after these by data rank, None for a rank that offers none. If not all
+        offer the wanted one it is, with a warning, the largest that all of them do.
+    """
+    by_rank = [{state["batches"]: state for state in offers.get(rank, ())} for rank in range(ranks)]
+    common = set.intersection(*(set(own) for own in by_rank))
+    batches = wanted if wanted in common or not common else max(common)
+    if batches != wanted:
+        warnings.warn(
+            f"the ranks were saved between batches {batches} and {wanted}, where no common data state exists after "
+            f"batch {wanted}: a run that resumes from this checkpoint trains on other batches than the uninterrupted "
+            f"run, for its data go on from batch {batches} and its model from batch {wanted}.",
+            stacklevel=2,
+        )
+    return batches, [own.get(batches) for own in by_rank]
+
+
+def check(saved: Any) -> None:
+    """Check that what a checkpoint holds looks like a data state of this version.
+
+    Raises:
+        ValueError: If not; the message says what is wrong.
+    """
+    problem = None
+    if isinstance(saved, Mapping) and isinstance(saved.get("version"), int) and saved["version"] != VERSION:
+        problem = f"is of version {saved['version']}, and this release reads version {VERSION}"
+    elif fault := _fault(saved, _SAVED, "it") or _miscount(saved):
+        problem = f"is damaged or of another program: {fault}"
+    if problem is not None:
+        raise ValueError(f"the data state in the checkpoint {problem}. Resume with the release that wrote it. {FRESH}")
+
+
+def _miscount(saved: Mapping[str, Any]) -> str | None:
+    """What does not add up in a state that has the right form."""
+    if saved["batches"] == 0:
+        return None
+    if fault := _fault(saved["settings"], _SHAPE, "it['settings']"):
+        return fault
+    ranks, workers = saved["settings"]["ranks"], max(1, saved["settings"]["num_workers"])
+    if saved["ranks"] and len(saved["ranks"]) != ranks:
+        return f"it has the states of {len(saved['ranks'])} ranks, expected {ranks}"
+    for rank, state in enumerate(saved["ranks"]):
+        if len(state["workers"]) != workers or state["batches"] != saved["batches"]:
+            return (
+                f"rank {rank} has {len(state['workers'])} workers after {state['batches']} batches, expected {workers} "
+                f"after {saved['batches']}"
+            )
+    return None
+
+
+def _fault(value: Any, form: Any, name: str) -> str | None:
+    """What is wrong with a value that should have a form, None if nothing is."""
+    if isinstance(form, tuple):  # this form, or None
+        return None if value is None else _fault(value, form[0], name)
+    if isinstance(form, list):
+        if not isinstance(value, (list, tuple)):
+            return f"{name} is {value!r:.100}, expected a list"
+        return next(filter(None, (_fault(item, form[0], f"{name}[{i}]") for i, item in enumerate(value))), None)
+    if isinstance(form, dict):
+        if not isinstance(value, Mapping):
+            return f"{name} is {value!r:.100}, expected a dict"
+        if missing := sorted(set(form) - set(value)):
+            return f"{name} lacks {', '.join(map(repr, missing))}"
+        return next(filter(None, (_fault(value[key], form[key], f"{name}[{key!r}]") for key in form)), None)
+    if not isinstance(value, form) or isinstance(value, bool):
+        return f"{name} is {value!r:.100}, expected {form.__name__}"
+    return None
+
+
+def split(
+    saved: Mapping[str, Any], settings: Mapping[str, Any], rank: int, *, accumulated: int = 1
+) -> dict[str, Any] | None:
+    """Find a rank's state in a checkpoint, also of another shape with the same number of workers in all.
+
+    Args:
+        saved: As `join` made it.
+        settings: What the states depend on, now; `ranks` and `num_workers` among them.
+        rank: The data rank.
+        accumulated: Micro-batches of an optimizer step, to name a step in an error.
+
+    Returns:
+        The rank's state, None for the beginning.
+
+    Raises:
+        IncompleteStateError: If the checkpoint lacks the states.
+        ValueError: If it is malformed or the settings do not fit; the message names what was saved, what is now, and
+            the way out.
+    """
+    check(saved)
+    if saved["batches"] == 0:
+        return None
+    before = saved["settings"]
+    check_settings_fit(before, settings)
+    if not saved["ranks"]:
+        raise IncompleteStateError("the checkpoint lacks the data state")
+    old, new = (max(1, values["num_workers"]) for values in (before, settings))
+    if before["ranks"] * old != settings["ranks"] * new:
+        raise ValueError(
+            f"the checkpoint was saved with {before['ranks']} ranks x {old} workers, and now there are "
+            f"{settings['ranks']} x {new}. The data can go on with another shape only if ranks x workers stays "
+            f"{before['ranks'] * old}: set num_workers accordingly. {FRESH}"
+        )
+    if old == new:
+        return dict(saved["ranks"][rank])
+    batches = saved["batches"]
+    if batches % old:
+        every = math.lcm(old, accumulated) // accumulated
+        step = math.ceil(batches / accumulated / every) * every
+        raise ValueError(
+            f"the checkpoint was saved after {batches} batches of each rank, when its {old} workers stood at unequal "
+            f"counts. With other numbers of ranks and workers the data can go on from a checkpoint of step {step}, and "
+            f"of every {every} steps; from this one with num_workers {before['num_workers']}. {FRESH}"
+        )
+    workers = [worker for state in saved["ranks"] for worker in state["workers"]]
+    return {
+        "workers": workers[rank * new : (rank + 1) * new],
+        "batches": batches * new // old,
+        "position": saved["ranks"][0]["position"] * new // old,
+    }
+
+
+def check_settings_fit(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Check that a state which was taken with some settings has a meaning with others; its shape is not looked at.
+
+    Raises:
+        ValueError: If not; the message names a setting that differs, its two values and the way out.
+    """
+    check_same_data(before.get("path"), now["path"], FRESH)
+    for name in sorted(set(now) | set(before)):
+        if name not in ("ranks", "num_workers", "path") and before.get(name) != now.get(name):
+            raise ValueError(
+                f"the checkpoint was saved with {name} {before.get(name)!r}, and now it is {now.get(name)!r}: its data "
+                f"state has no meaning here. Set {name} as it was to go on exactly. {FRESH}"
+            )

@@ -1,0 +1,241 @@
+"""Puts the length pool into any energon `TaskEncoder`, without the user changing a line of it.
+
+energon builds its pipeline through `TaskEncoder.build_batch`, after encoding and before batching. `length_pool` puts
+the pool in that method's place while a data set is built, and only then: the encoder itself is neither copied nor
+derived from, so whatever its class looks like it stays the same object, and a `build_batch` of the user's own which
+calls `super().build_batch(...)` finds the pool there as well.
+
+Without packing the pool sits before `postencode_sample`, so that it holds light samples. With packing it sits after
+energon's packing, which would mix its order up again, and holds packs.
+"""
+
+import inspect
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatron.energon import SavableDataset, TaskEncoder, WorkerConfig
+from megatron.energon.flavors.base_dataset import add_sample_restore_key, set_sample_restore_key
+from megatron.energon.task_encoder.base import get_stateless
+from megatron.energon.wrappers import LogSampleDataset, MapDataset, PackingDataset
+
+from lightning_lengthpool.data.pools.dataset import LengthPoolDataset
+from lightning_lengthpool.data.pools.pool import PoolSettings
+from lightning_lengthpool.data.reading.shards import parts_of
+
+_STATELESS_METHODS = (
+    "cook_crude_sample",
+    "encode_sample",
+    "preencode_sample",
+    "postencode_sample",
+    "pack_selected_samples",
+    "batch",
+    "encode_batch",
+)
+
+
+_NO_CODE = (lambda: None).__code__
+
+
+class _RestorablePacks(PackingDataset):
+    """energon's packing, whose packs can be restored also if `postencode_sample` has made their samples.
+
+    energon 7.4 takes the packing's own part off the keys of such samples twice, and then fails.
+    """
+
+    def restore_sample(self, restore_key: Any) -> Any:
+        try:
+            return super().restore_sample(restore_key)
+        except AssertionError:
+            pack, index, *samples = restore_key
+            sample = super().restore_sample((pack, index, *((*key[:2], *key) for key in samples)))
+            return set_sample_restore_key(sample, *restore_key[1:], src=self)
+
+
+_RestorablePacks.__name__ = PackingDataset.__name__  # which stands in the keys
+
+
+class _RestorableGenerator(MapDataset):
+    """energon's map of a generator, which goes on in the middle of a sample with the random numbers of its beginning.
+
+    energon 7.4 saves the next sample's index and takes it for the one that is under way: the samples then have other
+    restore keys, and `@stateless(restore_seeds=True)` another seed.
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._generator_sample_key is not None:
+            yield from self._rest_of_sample(self._generator_offset or 0)
+        yield from super().__iter__()
+
+    def _rest_of_sample(self, done: int) -> Iterator[Any]:
+        sample, index = self.dataset.restore_sample(self._generator_sample_key), self._sample_index.current_idx - 1
+        with self._map_failure_handler.handle_errors(sample):
+            with self._sample_index.ctx(index):
+                several = self.map_fn(sample)
+            for number, (_, one) in enumerate(self._sample_index.iter_ctx(several, index)):
+                if number >= done:
+                    self._generator_offset = number + 1
+                    yield add_sample_restore_key(one, index, number, src=self)
+        self._generator_sample_key = self._generator_offset = None
+
+
+_RestorableGenerator.__name__ = MapDataset.__name__  # which stands in the keys
+
+
+_build_batch = TaskEncoder.build_batch  # energon's own, for the packing
+
+
+@contextmanager
+def length_pool(
+    task_encoder: TaskEncoder, settings: PoolSettings, failure_tolerance: int | None = None, skip_tolerance: int = 0
+) -> Iterator[None]:
+    """Within this context, training data sets that `task_encoder` builds end in a length pool.
+
+    Args:
+        task_encoder: Any energon task encoder that `check_encoder` accepts.
+        settings: The pool.
+        failure_tolerance: Failures in a row that energon's wrappers and the pool let pass, if the failing method does
+            not say so itself; None for the encoder's own default.
+        skip_tolerance: Samples that may be skipped in a row; 0 for no limit.
+    """
+
+    def build_batch(
+        self: TaskEncoder,
+        dataset: SavableDataset,
+        *,
+        batch_size: int | None,
+        batch_drop_last: bool = False,
+        packing_buffer_size: int | None = None,
+        worker_config: WorkerConfig,
+    ) -> SavableDataset:
+        for part in parts_of(dataset):
+            if type(part) is MapDataset and inspect.isgeneratorfunction(part.map_fn):
+                part.__class__ = _RestorableGenerator
+        postencode = self.postencode_sample if self._is_overridden(self.postencode_sample) else None
+        if packing_buffer_size is not None:
+            settings_of_packing = {"packing_buffer_size": packing_buffer_size, "worker_config": worker_config}
+            dataset = _build_batch(self, dataset, batch_size=None, **settings_of_packing)
+            postencode = None  # energon's packing has applied it
+            if type(dataset) is PackingDataset:
+                dataset.__class__ = _RestorablePacks
+        return LengthPoolDataset(
+            dataset,
+            batch_size=batch_size or (1 if settings.max_tokens is None else None),
+            settings=settings,
+            # As in energon: without a batch size a pack is the batch, and it is neither collated nor encoded.
+            batch=None if batch_size is None and settings.max_tokens is None else self.batch,
+            encode_batch=self.encode_batch if self._is_overridden(self.encode_batch) else None,
+            postencode=postencode,
+            failure_tolerance=self.__default_failure_tolerance__,
+            skip_tolerance=skip_tolerance,
+            worker_config=worker_config,
+        )
+
+    own = vars(task_encoder)  # past a __setattr__ that may forbid it
+    tolerance = "__default_failure_tolerance__"
+    before = {tolerance: own[tolerance]} if tolerance in own else {}
+    TaskEncoder.build_batch = build_batch
+    if failure_tolerance is not None:
+        own[tolerance] = failure_tolerance
+    try:
+        yield
+    finally:
+        TaskEncoder.build_batch = _build_batch
+        own.pop(tolerance, None)
+        own.update(before)
+
+
+def check_encoder(task_encoder: TaskEncoder) -> None:
+    """Check that a task encoder can be combined with a length pool.
+
+    Raises:
+        TypeError: If it is not an instance of energon's `TaskEncoder`.
+        ValueError: If it groups samples for batches (`batch_group_criterion`), or if `batch` or `encode_batch` is a
+            generator: a slot is exactly one batch on every rank.
+    """
+    if not isinstance(task_encoder, TaskEncoder):
+        kind = f"the class {task_encoder.__name__}" if isinstance(task_encoder, type) else repr(task_encoder)
+        raise TypeError(f"task_encoder is {kind}, expected an instance of megatron.energon.TaskEncoder")
+    cls = type(task_encoder)
+    if task_encoder._is_overridden(task_encoder.batch_group_criterion):
+        raise ValueError(
+            f"{_name(cls, 'batch_group_criterion')} forms groups of samples for batches, which would undo the order of "
+            "the length pool. Remove it: samples of like length already leave the pool together on all ranks."
+        )
+    for method in ("batch", "encode_batch"):
+        if inspect.isgeneratorfunction(inspect.unwrap(getattr(task_encoder, method))):
+            raise ValueError(
+                f"{_name(cls, method)} is a generator. Every rank must make exactly one batch of each slot, or the "
+                "ranks drift apart: return one batch instead of yielding several."
+            )
+
+
+def require_length_pool(dataset: SavableDataset, task_encoder: TaskEncoder) -> LengthPoolDataset:
+    """Return the length pool in which the data set ends that the encoder has built.
+
+    Raises:
+        ValueError: If a method of the user's own builds its batches around the pool; the message names it.
+    """
+    if isinstance(dataset, LogSampleDataset):
+        dataset = dataset.dataset
+    if isinstance(dataset, LengthPoolDataset):
+        return dataset
+    owners = {name: _owner(task_encoder, name) for name in ("build_batch", "build_train_datasets")}
+    methods = [_name(owner, name) for name, owner in owners.items() if owner is not TaskEncoder]
+    raise ValueError(
+        f"{' and '.join(methods)} cannot be combined with the length pool, which has to form the batches as the last "
+        "thing that happens to the samples. End the method with 'return super().build_batch(dataset, ...)', or remove "
+        "it: the pool forms the batches with the encoder's own batch() and encode_batch()."
+    )
+
+
+def methods_not_stateless(task_encoder: TaskEncoder) -> list[str]:
+    """The names of the encoder's methods that energon cannot repeat when it restores a sample."""
+    methods = [getattr(task_encoder, name) for name in _STATELESS_METHODS]
+    methods = [method for method in methods if task_encoder._is_overridden(method)]
+    methods += [cooker.cook for cooker in task_encoder.cookers]
+    return [getattr(method, "__qualname__", repr(method)) for method in methods if not get_stateless(method)]
+
+
+def packs_several(task_encoder: TaskEncoder) -> str | None:
+    """The name of the method that makes several packs of one selection, which energon cannot repeat; None if not."""
+    method = task_encoder.pack_selected_samples
+    return method.__qualname__ if inspect.isgeneratorfunction(inspect.unwrap(method)) else None
+
+
+def methods_with_seeds(task_encoder: TaskEncoder) -> list[str]:
+    """The names of the encoder's methods that draw random numbers again as they were (`restore_seeds=True`)."""
+    methods = [getattr(task_encoder, name) for name in _STATELESS_METHODS]
+    methods += [cooker.cook for cooker in task_encoder.cookers]
+    # energon leaves no other mark on a method: its wrapper remembers the worker's seed.
+    seeded = [method for method in methods if "worker_seed" in getattr(method, "__code__", _NO_CODE).co_freevars]
+    return [method.__qualname__ for method in seeded]
+
+
+def warn_not_stateless(task_encoder: TaskEncoder) -> None:
+    """Warn of each of the `methods_not_stateless`, and of a generator of packs."""
+    if (name := packs_several(task_encoder)) is not None:
+        warnings.warn(
+            f"{name} is a generator, and energon does not save which of its packs were made: a resumed run may miss "
+            "some. Let it return one pack.",
+            stacklevel=2,
+        )
+    for name in methods_not_stateless(task_encoder):
+        warnings.warn(
+            f"{name} is not marked @stateless: a checkpoint cannot restore its samples. If its result depends on the "
+            "sample alone, decorate it with @megatron.energon.stateless; if it draws random numbers, with "
+            "@stateless(restore_seeds=True).",
+            stacklevel=2,
+        )
+
+
+def _owner(task_encoder: TaskEncoder, method: str) -> type:
+    """The class that defines a method; the encoder's own class if it was set on the object."""
+    if method in vars(task_encoder):
+        return type(task_encoder)
+    return next(cls for cls in type(task_encoder).__mro__ if method in vars(cls))
+
+
+def _name(cls: type, method: str) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}.{method}"

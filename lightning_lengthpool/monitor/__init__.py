@@ -1,0 +1,1 @@
+"""`SyncMonitor` and what it needs while training runs."""

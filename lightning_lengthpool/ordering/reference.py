@@ -1,0 +1,149 @@
+"""The file of lengths that all ranks aim at: a CSV with a column `tokens` and, for classes, a column `class`."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from lightning_lengthpool.cost_models import CostModel
+from lightning_lengthpool.data.pools.pool import ClassFn, PoolSettings
+from lightning_lengthpool.ordering.lengths_file import read_lengths
+from lightning_lengthpool.ordering.order import batch_shares
+from lightning_lengthpool.ordering.sorted_pool import Array, Reference
+
+
+@dataclass(frozen=True)
+class ReferenceLengths:
+    """Lengths of samples of the data set, the same on all ranks.
+
+    Args:
+        path: The file, for messages.
+        lengths: Lengths in tokens, by class; of class None if the file tells no classes.
+    """
+
+    path: str
+    lengths: Mapping[str | None, Array]
+
+    @cached_property
+    def digest(self) -> str:
+        """A text that differs if the lengths do; their order in the file does not matter."""
+        rows = []
+        for kind, own in self.lengths.items():  # of a large file most lengths occur many times
+            bits, counts = np.unique(
+                own.view(np.int64), return_counts=True
+            )  # bits: 0.0 and -0.0 are written differently
+            lengths = bits.view(np.float64).tolist()
+            rows += [(f"{kind}:{length!r}", count) for length, count in zip(lengths, counts.tolist(), strict=True)]
+        digest, separator = hashlib.sha256(), ""
+        for row, count in sorted(rows):
+            digest.update((separator + "\n".join([row] * count)).encode())
+            separator = "\n"
+        return digest.hexdigest()[:12]
+
+    def __str__(self) -> str:
+        return f"{sum(map(len, self.lengths.values()))} lengths ({self.digest})"
+
+    def costs(self, model: CostModel | None, *, by_class: bool) -> Reference:
+        """What samples of these lengths cost.
+
+        Args:
+            model: None if a sample costs its length.
+            by_class: Whether each class has costs of its own.
+
+        Raises:
+            ValueError: If the file lacks classes that are needed, or if the model cannot tell from the length.
+        """
+        if by_class and None in self.lengths:
+            raise ValueError(
+                f"reference_lengths is {self.path!r}, which has no column 'class', but a batch is to hold one class. "
+                "Write the class of each sample into the file, or leave class_fn and class_shares out."
+            )
+        grouped = dict(self.lengths) if by_class else {None: np.concatenate([*self.lengths.values()])}
+        if model is None:
+            return Reference(grouped)
+        try:
+            return Reference({kind: _priced(own, model) for kind, own in grouped.items()})
+        except ValueError as error:
+            raise ValueError(
+                f"reference_lengths is {self.path!r}, whose lengths have no cost by {model!r}: {error} Leave "
+                "reference_lengths out, or choose a cost model that needs the length alone."
+            ) from error
+
+
+def _priced(lengths: Array, model: CostModel) -> Array:
+    """What a sample of each length costs; each length that occurs is asked for once."""
+    known, index = np.unique(lengths, return_inverse=True)
+    costs: Array = np.array([model.of_length(length) for length in known.tolist()])[index]
+    return costs
+
+
+def read_reference_lengths(path: str | Path) -> ReferenceLengths:
+    """Read the file.
+
+    Raises:
+        FileNotFoundError, ValueError: As `lengths_file.read_lengths`.
+    """
+    return ReferenceLengths(str(path), read_lengths(path, "reference_lengths").by_class())
+
+
+def with_reference(
+    settings: PoolSettings, file: ReferenceLengths | None, class_fn: ClassFn | None, batch_size: int | None
+) -> PoolSettings:
+    """Add to a pool's settings what stands in the file.
+
+    Args:
+        settings: The pool, with `class_shares` if they were set.
+        file: None without a file.
+        class_fn: Names a sample's class; None for no classes. Without `class_shares` they are the file's: of its
+            samples, or with a token budget of the batches that these make.
+        batch_size: Samples of a batch; with a budget, at most.
+
+    Raises:
+        ValueError: If the file's classes are not those of `class_shares`, and as `ReferenceLengths.costs`.
+    """
+    if file is None:
+        return settings
+    reference = file.costs(settings.cost, by_class=class_fn is not None)
+    if settings.max_tokens is not None and settings.over_budget == "drop":  # what never comes in is no aim
+        fitting = {kind: costs[costs <= settings.max_tokens] for kind, costs in reference.costs.items()}
+        for kind, costs in fitting.items():
+            if not len(costs):
+                whose = "" if kind is None else f" of class {kind!r}"
+                raise ValueError(
+                    f"all lengths{whose} in reference_lengths {file.path!r} cost more than max_tokens "
+                    f"({settings.max_tokens:g}), and over_budget is 'drop': nothing would be left of them"
+                )
+        reference = Reference(fitting)
+    shares = settings.class_shares
+    if class_fn is not None:
+        if shares is None:
+            held = {kind: _batches(costs, settings, batch_size) for kind, costs in reference.costs.items()}
+            shares = {str(kind): batches / sum(held.values()) for kind, batches in held.items()}
+        if set(shares) != set(reference.costs):
+            raise ValueError(
+                f"class_shares names the classes {', '.join(sorted(shares))}, but reference_lengths {file.path!r} has "
+                f"{', '.join(sorted(map(str, reference.costs)))}: they must be the same"
+            )
+    return replace(settings, reference=reference, class_fn=class_fn, class_shares=shares)
+
+
+def _batches(costs: Array, settings: PoolSettings, batch_size: int | None) -> float:
+    return float(len(costs)) if settings.max_tokens is None else batches_of(costs, settings, batch_size) * len(costs)
+
+
+def batches_of(costs: Array, settings: PoolSettings, batch_size: int | None) -> float:
+    """About how many batches a sample makes on average, with a token budget.
+
+    Args:
+        costs: Of samples, shape `[samples]`, at least one.
+        settings: The pool, with a budget.
+        batch_size: Samples of a batch at most; None for no limit.
+    """
+    assert settings.max_tokens is not None
+    shares = batch_shares(np.asarray(costs, dtype=np.float64), settings.max_tokens, batch_size)
+    if settings.over_budget == "drop":
+        shares = np.where(np.asarray(costs) > settings.max_tokens, 0.0, shares)
+    return float(shares.mean())

@@ -1,0 +1,335 @@
+"""The file of step records, `steps.csv`: written while a run goes on, and read whatever happened to the run.
+
+A header with `COLUMNS`, then one row for each micro-batch and rank, sorted by step, micro-batch and rank; an
+empty cell is a figure that could not be measured. The file may end anywhere, for a run may be killed in the
+middle of writing: what follows the last newline is never read, nor is a last micro-batch that lacks ranks.
+"""
+
+import os
+import uuid
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from lightning_lengthpool.runs.records import COLUMNS, Array
+
+BLOCK = 100
+"""Steps that a thinned file keeps or drops together, so that steps in a row stay in a row."""
+
+_HEADER = ",".join(COLUMNS) + "\n"
+
+
+class TakenError(OSError):
+    """Another run has put its own file where this run's was."""
+
+
+class StepsFile:
+    """Write step records. Call `start` before the first `append`.
+
+    It writes only to files that it made itself. So rows of two runs never meet in one, whenever a second run continues
+    the file: that one begins with a copy of the rows that it keeps, which takes the path, and `append` of the first
+    raises `TakenError`, after which `move` brings its own rows elsewhere.
+
+    A file that would grow beyond `max_rows` is thinned: it keeps every second block of `BLOCK` steps, later every
+    fourth, and so on (step `s` stays if `s // BLOCK` is a multiple of 2, 4, ...), and from then on the rows of
+    the other blocks are not written. If even `BLOCK` steps have more rows than `max_rows`, only the first
+    steps that fit are kept. The rows already there are streamed, never held in memory.
+
+    Args:
+        path: The file. Its folder is made if it does not exist.
+        max_rows: Rows that the file may have; None for no limit. Default one million, about 60 MB. A file that
+            was thinned before stays thinned when it is continued without a limit.
+
+    Raises:
+        ValueError: If `max_rows` is less than 1.
+    """
+
+    def __init__(self, path: str | Path, max_rows: int | None = 1_000_000) -> None:
+        if max_rows is not None and max_rows < 1:
+            raise ValueError(f"max_rows must be at least 1, or None for no limit, got {max_rows}.")
+        self.path = Path(path)
+        self.max_rows = max_rows
+        self._rows: int | None = None  # of the file; None before start
+        self._every = 1  # one block in so many is kept: a power of two
+        self._inode: tuple[int, int] | None = None  # of the file that this object made
+        self._descriptor = -1  # of that file
+        self._release: weakref.finalize[..., StepsFile] | None = None
+
+    def start(self, step: int, ranks: int | None = None) -> None:
+        """Begin the file, or continue that of a run which is resumed.
+
+        Args:
+            step: The first step that will be appended. At 0 the file is begun anew. Else the rows of earlier
+                steps are kept, but for a last line that was cut off and a last micro-batch that lacks ranks;
+                how far the file is thinned is found again from the blocks it has (see `thinned`).
+            ranks: Number of ranks of the records to come. A file with another number of them is moved aside, as
+                `steps.before-STEP.csv`, for one file cannot hold both. Default: not looked at.
+
+        Raises:
+            ValueError: If `step` is not 0 and the file is not one of step records, or a line in it is corrupt.
+                The file is left as it was.
+        """
+        blocks: set[int] = set()
+        if step > 0 and ranks is not None and self.path.exists() and _ranks(self.path) not in (0, ranks):
+            self.path.replace(self.path.with_name(f"{self.path.stem}.before-{step}.csv"))
+
+        def kept() -> Iterator[str]:
+            for number, line in _whole_rows(self.path):
+                if number < step:
+                    blocks.add(number // BLOCK)
+                    yield line
+
+        self._replace(kept() if step > 0 and self.path.exists() else ())
+        self._every = _kept_every(blocks)
+
+    def append(self, steps: Mapping[str, Array]) -> None:
+        """Append records, in one write of whole lines.
+
+        Args:
+            steps: Records, sorted as in the file; all micro-batches of their steps, with all ranks.
+
+        Raises:
+            RuntimeError: If `start` was not called.
+            OSError: If the file cannot be written, say on a full disk; it stays as it was.
+            TakenError: If another run has taken the path; nothing is written.
+        """
+        if self._rows is None:
+            raise RuntimeError(f"StepsFile({str(self.path)!r}): call start(step) before the first append.")
+        table = np.stack([steps[name] for name in COLUMNS], axis=1)
+        if not len(table):
+            return
+        if not self.path.exists():  # removed during the run
+            self._replace(())
+        self._check(os.stat(self.path))
+        kept = table[table[:, 0] // BLOCK % self._every == 0]
+        while self.max_rows is not None and self._rows + len(kept) > self.max_rows:
+            if table[-1, 0] < BLOCK * self._every:  # the first block alone is left, and stays at every level
+                first_too_many = kept[max(self.max_rows - self._rows, 0), 0]
+                kept = kept[kept[:, 0] < first_too_many]
+                break
+            self._every *= 2
+            kept = table[table[:, 0] // BLOCK % self._every == 0]
+            self._replace(line for line in _lines(self.path) if int(line.partition(",")[0]) // BLOCK % self._every == 0)
+        lines = _text(kept).splitlines(keepends=True)
+        if not self._rows:
+            # never a part of the first micro-batch: nothing in it would tell how many ranks are missing
+            self._replace(lines)
+        elif lines:
+            self._write("".join(lines).encode())
+            self._rows += len(lines)
+
+    def move(self, path: Path) -> None:
+        """Go on at another path, with all rows so far, also if another run has taken the old one.
+
+        Raises:
+            OSError: If the rows cannot be read any more; nothing is written.
+        """
+        rows = _lines(Path(f"/proc/self/fd/{self._descriptor}"))  # it has no name any more
+        self.path = path
+        self._replace(rows)
+
+    def is_taken(self) -> bool:
+        """Whether another run has put its own file at the path."""
+        return self.path.exists() and _inode(os.stat(self.path)) != self._inode
+
+    def _check(self, status: os.stat_result) -> None:
+        if _inode(status) != self._inode:
+            raise TakenError(f"another run writes {self.path}")
+
+    def _write(self, data: bytes) -> None:
+        with self.path.open("r+b", buffering=0) as file:
+            self._check(os.fstat(file.fileno()))
+            end = file.seek(0, os.SEEK_END)
+            try:
+                while data:  # once, unless the system takes only a part
+                    data = data[file.write(data) :]
+            except BaseException:
+                file.truncate(end)  # the next append must not continue half a line
+                raise
+
+    def _replace(self, lines: Iterable[str]) -> None:
+        """Write the file again as a whole; until that is done the old one stays."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        new = self.path.with_name(f"{self.path.name}.{uuid.uuid4().hex[:8]}.tmp")
+        rows = 0
+        try:
+            with new.open("w", encoding="latin-1", newline="\n") as file:
+                file.write(_HEADER)
+                for line in lines:
+                    file.write(line)
+                    rows += 1
+                file.flush()
+                os.fsync(file.fileno())  # else a machine that goes down may leave the new name and no content
+                os.replace(new, self.path)
+                self._keep(file)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
+        self._rows = rows
+
+    def _keep(self, file: IO[str]) -> None:
+        """Remember the file as this object's; as long as it is open no other one gets its number."""
+        if self._release is not None:
+            self._release()
+        self._descriptor = os.dup(file.fileno())
+        self._release = weakref.finalize(self, os.close, self._descriptor)
+        self._inode = _inode(os.fstat(self._descriptor))
+
+
+def read_steps(path: str | Path) -> dict[str, Array]:
+    """Read a `steps.csv`, also one that is being written or was cut off anywhere.
+
+    Of a file cut off within its very first micro-batch, the ranks that are left look like all ranks; `StepsFile`
+    leaves no such file.
+
+    Args:
+        path: The file.
+
+    Returns:
+        One float64 array for each of `COLUMNS`, one entry a row of the whole micro-batches; NaN for an empty cell.
+
+    Raises:
+        ValueError: If the header is not that of a step record file, a line that was not cut off is no record, or steps
+            go back, as in a file into which two runs wrote; the message names the file and the line.
+    """
+    path = Path(path)
+    lines = (_filled(line) for line in _lines(path))
+    first = next(lines, None)
+    if first is None:
+        return {name: np.empty(0) for name in COLUMNS}
+    try:
+        table = np.loadtxt(chain([first], lines), delimiter=",", comments=None, ndmin=2)
+        if table.shape[1] != len(COLUMNS) or not np.isfinite(table[:, :2]).all():
+            raise ValueError(f"every row needs {len(COLUMNS)} cells, and a step and a rank")
+        if (np.diff(table[:, 0]) < 0).any():
+            raise ValueError("steps go back")
+    except ValueError as error:
+        for _ in _whole_rows(path):  # slow, but finds the line
+            pass
+        raise ValueError(f"{path} is corrupt: {error}") from error
+    rank = table[:, 1]
+    starts = [0, *(np.flatnonzero(np.diff(rank) <= 0) + 1).tolist()]
+    if len(starts) > 1 and _lacks_ranks(rank[starts[-1] :].tolist(), rank[starts[-2] : starts[-1]].tolist()):
+        table = table[: starts[-1]]
+    return dict(zip(COLUMNS, table.T, strict=True))
+
+
+def thinned(steps: Mapping[str, Array]) -> int:
+    """Tell how far the file that records come from was thinned.
+
+    It is the least thinning that explains the blocks missing between others, and none if a block is there that
+    it would have dropped (then rows were lost in another way).
+
+    Args:
+        steps: Records, as `read_steps` returns them.
+
+    Returns:
+        N, if one block of `BLOCK` steps in N was kept; 1 if all were, or if there is only one.
+    """
+    return _kept_every(set((np.unique(steps["step"]) // BLOCK).astype(int).tolist()))
+
+
+def _kept_every(blocks: Collection[int]) -> int:
+    every = 1
+    first, last = min(blocks, default=0), max(blocks, default=0)
+    while all(block % (2 * every) == 0 for block in blocks) and any(
+        block not in blocks for block in range(first, last, every)
+    ):
+        every *= 2
+    return every
+
+
+def _filled(line: str) -> str:
+    """Write out the empty cells, which NumPy's reader does not know."""
+    return line.replace(",,", ",nan,").replace(",,", ",nan,").replace(",\n", ",nan\n")
+
+
+def _text(table: Array) -> str:
+    """The lines of some rows: seconds with 6 decimals, all else with up to 15 digits, and nothing for NaN."""
+    cells: list[float | None] = [None] * table.size
+    formats = []
+    for index, (name, column) in enumerate(zip(COLUMNS, table.T, strict=True)):
+        kind = "%.6f" if name.endswith("seconds") else "%.15g"
+        # the same text in a third of the time: most columns are counts
+        if kind == "%.15g" and ((np.rint(column) == column) & (column < 1e15) & ~np.signbit(column)).all():
+            kind, column = "%d", column.astype(np.int64)
+        formats.append(kind)
+        cells[index :: len(COLUMNS)] = column.tolist()
+    line = ",".join(formats) + "\n"
+    return (line * len(table) % tuple(cells)).replace("nan", "")
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Yield the lines after the header; without the last one if it has no newline, for it may be a part.
+
+    (The NUL bytes that some file systems leave after a crash are such a part.)
+    """
+    with path.open(encoding="latin-1", newline="\n") as file:  # of which any byte is a character
+        header = file.readline()
+        if header != _HEADER and not _HEADER.startswith(header.rstrip("\0")):
+            raise ValueError(
+                f"{path} is not a step record file: expected the header {','.join(COLUMNS)}. Give the path of "
+                "another file, or move this one away."
+            )
+        for line in file:
+            if line.endswith("\n"):
+                yield line
+
+
+def _whole_rows(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the step and the line of each row, but for a last micro-batch that lacks ranks; check each line."""
+    batch: list[tuple[int, str]] = []
+    ranks: list[int] = []
+    previous: list[int] = []
+    for number, line in enumerate(_lines(path), start=2):
+        try:
+            step, rank = _step_and_rank(line)
+        except ValueError:
+            raise ValueError(
+                f"{path}, line {number} is no step record: {line[:200]!r}. Take the line out, or move the file away."
+            ) from None
+        if batch and step < batch[-1][0]:
+            raise ValueError(
+                f"{path}, line {number}: step {step} comes after step {batch[-1][0]}, so the file holds rows of more "
+                "than one run. Each run needs a file of its own; move this one away."
+            )
+        if ranks and rank <= ranks[-1]:
+            yield from batch
+            batch, ranks, previous = [], [], ranks
+        batch.append((step, line))
+        ranks.append(rank)
+    if not _lacks_ranks(ranks, previous):
+        yield from batch
+
+
+def _ranks(path: Path) -> int:
+    """The number of ranks of a file's first micro-batch."""
+    found: list[int] = []
+    for _, line in _whole_rows(path):
+        rank = _step_and_rank(line)[1]
+        if found and rank <= found[-1]:
+            break
+        found.append(rank)
+    return len(found)
+
+
+def _step_and_rank(line: str) -> tuple[int, int]:
+    step, rank, *others = line.split(",")
+    if len(others) != len(COLUMNS) - 2:
+        raise ValueError
+    for cell in others:
+        float(cell.strip() or "nan")
+    return int(step), int(rank)
+
+
+def _inode(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _lacks_ranks(ranks: Sequence[float], previous: Sequence[float]) -> bool:
+    """Whether a micro-batch is the beginning of what the one before it was."""
+    return len(ranks) < len(previous) and ranks == previous[: len(ranks)]

@@ -1,0 +1,1 @@
+"""The orders replayed on lengths: predictions and their intervals."""

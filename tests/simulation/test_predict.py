@@ -1,0 +1,273 @@
+"""Predictions with their intervals: against plain simulations, synthetic runs, and what the whole data would give."""
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lightning_lengthpool.ordering import efficiency
+from lightning_lengthpool.runs.causes import CauseTracker
+from lightning_lengthpool.runs.records import COLUMNS
+from lightning_lengthpool.simulation import parallel
+from lightning_lengthpool.simulation.predict import Case, Interval, Lengths, predict
+from lightning_lengthpool.simulation.simulate import simulate
+
+RNG = np.random.default_rng(0)
+LENGTHS = RNG.lognormal(6, 1, 3000).round().clip(1, 4000)
+FIGURES = ("idle", "padding", "useful")
+
+
+def one(lengths, case, **options):
+    (found,) = predict(lengths, [case], **options)
+    assert found.case == case
+    return found
+
+
+def half(interval):
+    return (interval.high - interval.low) / 2
+
+
+CASES = [
+    Case("none", 0, 64, 4),
+    Case("pool", 100, 64, 3),
+    Case("blocks", 100, 64, 4),
+    Case("stream", 100, 64, 4),
+    Case("stream", 100, 64, 4, has_reference=True),
+    Case("stream", 100, 64, None, max_tokens=9000.0),
+    Case("stream", 100, 64, 4, accumulate=2),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_figures_are_those_of_a_simulation(case):
+    known = np.sort(LENGTHS)
+    options = {"max_tokens": case.max_tokens, "reference": known if case.has_reference else None}
+    # whole pools: 40 steps of 3 are two pools of 100, of which 66 batches can be made
+    steps = {"pool": 66, "blocks": 50}.get(case.policy, 40 * case.accumulate)
+    parts = [
+        simulate([known] * 32, case.policy, case.pool_size, case.batch_size, steps, 5, (5, first), **options)
+        for first in (0, 32)  # ranks are simulated in parts of 32
+    ]
+    tokens, padded = (np.concatenate([getattr(own, name) for own in parts], axis=1) for name in ("tokens", "padded"))
+    tokens, padded = (own.reshape(-1, case.accumulate, 64).sum(axis=1) for own in (tokens, padded))
+    found = one(Lengths((LENGTHS,)), case, steps=40, seed=5)
+    assert found.idle.mean == pytest.approx(efficiency.idle_fraction(padded), rel=1e-12)
+    assert found.padding.mean == pytest.approx(efficiency.padding_fraction(tokens, padded), rel=1e-12)
+    assert found.useful.mean == pytest.approx(efficiency.useful_fraction(tokens, padded), rel=1e-12)
+    for name in FIGURES:
+        low, high = getattr(found, name)[1:]
+        assert 0 <= low < getattr(found, name).mean < high <= 1
+
+
+def test_smaller_worlds_are_parts_of_the_largest():
+    cases = [Case("pool", 100, ranks, 1) for ranks in (1, 2, 8, 64)]
+    found = predict(Lengths((LENGTHS,)), cases, steps=200)
+    tokens = np.hstack([simulate([np.sort(LENGTHS)] * 32, "pool", 100, 1, 200, 42, (42, n)).padded for n in (0, 32)])
+    for own, ranks in zip(found, (1, 2, 8, 64), strict=True):
+        worlds = [tokens[:, first : first + ranks] for first in range(0, 64, ranks)]
+        assert own.idle.mean == pytest.approx(efficiency.idle_fraction(np.vstack(worlds)))
+    assert found[0].idle == Interval(0.0, 0.0, 0.0)
+
+
+def test_without_a_pool_the_policy_does_not_matter():
+    cases = [Case("none", 300, 4, 2), Case("pool", 0, 4, 2), Case("stream", 0, 4, 2)]
+    assert len({(own.idle, own.useful) for own in predict(Lengths((LENGTHS,)), cases, steps=50)}) == 1
+
+
+def test_costs_and_classes_are_simulated_as_in_training():
+    known = LENGTHS[:500]
+    costs, classes, shares = 1e4 / known, (known % 2).astype(int), (0.3, 0.7)
+    lengths = Lengths((known,), costs=(costs,), classes=(classes,), class_shares=shares)
+    found = one(lengths, Case("stream", 50, 64, 2), steps=30, seed=1)
+    order = np.lexsort((costs, classes))
+    options = {"classes": [classes[order]] * 32, "class_shares": shares, "costs": [costs[order]] * 32}
+    parts = [simulate([known[order]] * 32, "stream", 50, 2, 30, 1, (1, first), **options) for first in (0, 32)]
+    assert found.idle.mean == pytest.approx(efficiency.idle_fraction(np.hstack([own.padded for own in parts])))
+    assert found.idle.low < found.idle.mean < found.idle.high
+
+
+def test_classes_have_the_shares_of_all_ranks_together():
+    """Of two unlike ranks one has hardly any of a class; both must still be meant to draw it as often."""
+    rng = np.random.default_rng(3)
+    by_rank = tuple(rng.lognormal(6, 1, 500) for _ in range(2))
+    classes = tuple((rng.random(500) < share).astype(int) for share in (0.1, 0.9))
+    case = Case("stream", 50, 2, 2)
+    found = one(Lengths(by_rank, is_iid=False, classes=classes), case, steps=50)
+    given = one(Lengths(by_rank, is_iid=False, classes=classes, class_shares=(0.5, 0.5)), case, steps=50)
+    share = np.concatenate(classes).mean()
+    other = one(Lengths(by_rank, is_iid=False, classes=classes, class_shares=(1 - share, share)), case, steps=50)
+    assert found.idle == other.idle != given.idle
+
+
+# ---- seconds
+
+
+def run_of(policy, fit, rng, steps=1200):
+    """Records of two ranks with planted seconds."""
+    result = simulate([LENGTHS[:1500], LENGTHS[1500:]], policy, 100, 2, steps, rng_seed=int(rng.integers(1000)))
+    a, b, k = fit
+    seconds = (a + b * result.padded * (1 + result.longest / k)) * rng.lognormal(0, 0.04, result.padded.shape)
+    rows = {name: np.zeros(2 * steps) for name in COLUMNS}
+    rows["step"], rows["rank"] = np.repeat(np.arange(steps), 2), np.tile([0, 1], steps)
+    values = {"tokens": result.tokens, "padded_tokens": result.padded, "longest": result.longest}
+    for name, value in (values | {"compute_seconds": seconds, "samples": result.samples}).items():
+        rows[name] = value.ravel().astype(float)
+    rows["step_seconds"] = np.repeat(seconds.max(axis=1), 2)
+    return rows, efficiency.idle_fraction(seconds)
+
+
+@pytest.mark.parametrize("measured, other", [("none", "pool"), ("pool", "none"), ("none", "stream")])
+@pytest.mark.parametrize("planted", [(0.2, 1e-4, 1500.0), (0.01, 1e-4, np.inf)], ids=["curved", "straight"])
+def test_a_fit_of_one_run_predicts_the_idle_seconds_of_another(measured, other, planted):
+    rng = np.random.default_rng(7)
+    tracker = CauseTracker()
+    tracker.add(run_of(measured, planted, rng)[0])
+    tracker.finish()
+    fit = tracker.summary().reference
+    idle = run_of(other, planted, rng)[1]
+    found = one(Lengths((LENGTHS,)), Case(other, 100, 2, 2), seconds=fit.seconds)
+    assert found.idle.mean == pytest.approx(idle, abs=0.05)
+    by_tokens = one(Lengths((LENGTHS,)), Case(other, 100, 2, 2))
+    assert found.padding == by_tokens.padding and found.useful == by_tokens.useful
+    if planted[0] == 0.2 and other == "none":
+        assert abs(by_tokens.idle.mean - idle) > 0.02  # by tokens it would be off
+
+
+# ---- intervals
+
+
+def test_intervals_hold_what_the_whole_data_would_give():
+    """Lengths with a limit, as those of a model are; also a check that they are not so wide as to say nothing."""
+    cases = [Case("none", 0, 8, 2), Case("pool", 50, 8, 2), Case("blocks", 50, 8, 2), Case("stream", 50, 8, 2)]
+    rng = np.random.default_rng(1)
+    whole = rng.lognormal(6, 0.8, 20_000).clip(50, 1500)
+
+    def figures(known, seed):
+        found = predict(Lengths((known,)), cases, steps=150, seed=seed)
+        return np.array([[getattr(own, name) for name in FIGURES] for own in found])
+
+    truth = np.mean([figures(whole, 100 + seed)[..., 0] for seed in range(10)], axis=0)
+    trials = np.array([figures(rng.choice(whole, 1000), seed) for seed in range(30)])
+    holds = ((trials[..., 1] <= truth) & (truth <= trials[..., 2])).mean(axis=0)
+    assert holds.min() > 0.7 and 0.85 < holds.mean() < 0.99
+    spread = 1.645 * trials[..., 0].std(axis=0)  # what an interval should have on either side
+    width = (trials[..., 2] - trials[..., 1]).mean(axis=0) / 2
+    assert (width < 2 * spread)[:, [0, 2]].all()
+
+
+def test_a_budgets_intervals_hold_it_too():
+    case = Case("stream", 50, 4, None, max_tokens=4000.0)
+    rng = np.random.default_rng(2)
+    whole = rng.lognormal(6, 0.8, 20_000).clip(50, 1500)
+    truth = np.mean([one(Lengths((whole,)), case, steps=120, seed=100 + n).idle.mean for n in range(3)])
+    found = [one(Lengths((rng.choice(whole, 300),)), case, steps=120, seed=n).idle for n in range(8)]
+    assert sum(own.low <= truth <= own.high for own in found) >= 6
+    assert np.mean([half(own) for own in found]) < 3 * 1.645 * np.std([own.mean for own in found])
+
+
+def test_more_lengths_and_more_steps_make_intervals_narrower():
+    case = Case("pool", 50, 8, 2)
+    rng = np.random.default_rng(0)
+    few, many = (Lengths((rng.lognormal(6, 1, size).clip(0, 3000),)) for size in (200, 20_000))
+    assert half(one(few, case).idle) > 2 * half(one(many, case).idle)
+    assert half(one(many, case, steps=50).idle) > 1.5 * half(one(many, case, steps=2000).idle)
+
+
+def test_ranks_that_differ():
+    """Each rank draws from its own; other ranks than those surveyed are like some of them, which is less certain."""
+    scales = (1.0, 1.0, 1.0, 2.0)
+    rng = np.random.default_rng(4)
+    by_rank = tuple(scale * rng.lognormal(6, 0.5, 1000) for scale in scales)
+    sizes = (2, 4, 8, 512)
+    found = predict(Lengths(by_rank, is_iid=False), [Case("pool", 200, n, 1) for n in sizes], steps=200)
+    alike = predict(Lengths(by_rank), [Case("pool", 200, n, 1) for n in sizes], steps=200)
+    floor = 1 - np.mean(scales) / max(scales)
+    assert floor < found[1].idle.mean < floor + 0.1 and alike[1].idle.mean < 0.15
+    assert found[0].idle.mean < found[1].idle.mean  # of two ranks often none is the slow one
+    assert floor < found[3].idle.mean
+    assert half(found[2].idle) > 3 * half(found[1].idle)
+    assert found[2].idle.low < found[2].idle.mean < found[2].idle.high
+
+
+def test_the_same_arguments_give_the_same_figures_however_many_processes(monkeypatch):
+    cases = [*CASES, replace(CASES[0], world_size=16), Case("pool", 30, 100, 1)]
+    lengths = Lengths((LENGTHS[:600], LENGTHS[600:]), is_iid=False)
+    alone, done = predict(lengths, cases, steps=20), []
+    monkeypatch.setattr(parallel, "WORTH", 0.0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    assert predict(lengths, cases, steps=20, progress=done.append) == alone
+    assert done == sorted(set(done)) and done[-1] == len(cases)
+    assert predict(lengths, cases, steps=20, seed=1) != alone
+
+
+@pytest.mark.parametrize(
+    "lengths, change, message",
+    [
+        (Lengths((LENGTHS,)), {"world_size": 0}, "world_size is 0"),
+        (Lengths((LENGTHS,)), {"accumulate": 0}, "accumulate is 0"),
+        (Lengths((LENGTHS,)), {"policy": "nine"}, "policy is 'nine'"),
+        (
+            Lengths((LENGTHS,)),
+            {"policy": "blocks", "batch_size": 300},
+            "pool_size is 100, expected at least batch_size",
+        ),
+        (Lengths((LENGTHS, np.ones(0)), is_iid=False), {}, "a rank without a sample"),
+        (Lengths((np.array([1.0, -1.0]),)), {}, "lengths of rank 0"),
+    ],
+)
+def test_wrong_arguments_are_named(lengths, change, message):
+    with pytest.raises(ValueError, match=message):
+        predict(lengths, [replace(Case("pool", 100, 2, 1), **change)], steps=2)
+
+
+# ---- processes
+
+
+def test_what_a_job_raises_is_raised_and_a_killed_process_is_told(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+
+    def fails(job):
+        if job == 3:
+            raise ValueError("job 3")
+        return job
+
+    with pytest.raises(ValueError, match="job 3"):
+        list(parallel.spread(fails, range(6), [1.0] * 6))
+    assert dict(parallel.spread(lambda job: job + 1, range(6), [1.0] * 6)) == {n: n + 1 for n in range(6)}
+    for end in (lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: os._exit(0)):
+        with pytest.raises(RuntimeError, match="ended with exit code (-9|0)"):
+            list(parallel.spread(lambda job, end=end: end(), range(2), [1.0] * 2))
+
+
+SCRIPT = """
+import os, signal, sys, time, numpy, torch
+from lightning_lengthpool.simulation import parallel
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it, and so do its children
+os.sched_getaffinity = lambda pid: {0, 1}
+torch.set_num_threads(2)
+torch.rand(500, 500) @ torch.rand(500, 500)  # threads of its own, which a fork does not have
+print(sorted(parallel.spread(lambda job: float(numpy.sort(numpy.arange(job))[-1]), [3, 2], [9, 9])), flush=True)
+def job(number):
+    sys.stdout.write(f"{os.getpid()}\\n"), sys.stdout.flush(), time.sleep(600)
+list(parallel.spread(job, [0, 1], [9, 9]))
+"""
+
+
+def test_a_plain_script_with_threads_spreads_its_work_and_ends_at_ctrl_c():
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout.readline() == "[(0, 2.0), (1, 1.0)]\n"
+    children = [int(process.stdout.readline()) for _ in range(2)]
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    _, errors = process.communicate(timeout=60)
+    assert errors.count("KeyboardInterrupt") == 1 and process.returncode != 0
+    assert not any(os.path.exists(f"/proc/{child}") for child in children)
