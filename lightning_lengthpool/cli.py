@@ -12,7 +12,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lightning_lengthpool import LengthPoolDataModule, SyncMonitor
 from lightning_lengthpool.ordering.local_paths import local_path
-from lightning_lengthpool.ordering.order import POLICIES
+from lightning_lengthpool.ordering.settings import POLICIES
 from lightning_lengthpool.report.compare import compare
 from lightning_lengthpool.report.page import STEPS, report
 

@@ -7,78 +7,21 @@ named in a config by `class_path` and `init_args`, say
       class_path: lightning_lengthpool.cost_models.QuadraticCost
       init_args: {hidden_size: 4096, causal: true}
 
-What is wasted, given the costs, is in `cost.py`. Neither imports torch.
+What is wasted, given the costs, is in `ordering/efficiency.py`. Neither imports torch.
 """
 
 import math
-import numbers
 import reprlib
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_lengthpool.ordering.cost_model import CostModel, as_float
 from lightning_lengthpool.ordering.length import field_names, get_field
 
-
-class CostModel(ABC):
-    """What a sample costs, and a batch of samples.
-
-    To write your own, implement `of_length`, or `cost` as well if the length is not enough. Keep settings as plain
-    attributes: they make up `repr`, equality and the fingerprint. The same settings must give the same costs on every
-    rank, or the ranks draw different lengths.
-    """
-
-    per_batch: float = 0.0
-    """What a batch costs beyond its samples, in tokens."""
-
-    @property
-    def is_padded(self) -> bool:
-        """Whether a batch costs its samples times the dearest of them (padding); else the sum of their costs."""
-        return True
-
-    @abstractmethod
-    def of_length(self, length: float) -> float:
-        """The cost of a sample of `length` tokens.
-
-        Raises:
-            ValueError: If the model needs to see more of a sample than its length.
-        """
-
-    def cost(self, sample: Any, length: float) -> float:
-        """The cost of a sample.
-
-        Args:
-            sample: An encoded sample: an object with attributes, or a dict.
-            length: Its length in tokens, see `length.sample_length`.
-
-        Raises:
-            ValueError: If the sample lacks what the model looks at; the message names the sample's key.
-        """
-        return self.of_length(length)
-
-    def of_batch(self, costs: Sequence[float]) -> float:
-        """The cost of a batch of samples with these costs; 0 for no samples."""
-        if not costs:
-            return 0.0
-        return self.per_batch + (len(costs) * max(costs) if self.is_padded else math.fsum(costs))
-
-    def fingerprint(self) -> str:
-        """Class and settings as a text, the same on any rank or machine: models with equal ones give equal costs."""
-        return f"{type(self).__module__}.{self!r}"
-
-    def __repr__(self) -> str:
-        settings = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
-        return f"{type(self).__qualname__}({settings})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, CostModel) and self.fingerprint() == other.fingerprint()
-
-    def __hash__(self) -> int:
-        return hash(self.fingerprint())
+__all__ = ["CostModel", "FittedCost", "PackedCost", "QuadraticCost", "TokenCost", "VisionCost"]
 
 
 class TokenCost(CostModel):
@@ -215,7 +158,7 @@ class VisionCost(CostModel):
         field: str = "num_patches",
         encoder_k: float = math.inf,
     ) -> None:
-        self.encoder_weight = _float(encoder_weight)
+        self.encoder_weight = as_float(encoder_weight)
         if not 0 <= self.encoder_weight < math.inf:
             raise ValueError(f"VisionCost: encoder_weight is {encoder_weight!r}, expected a finite number, at least 0")
         self.language = language or TokenCost()
@@ -303,22 +246,6 @@ class FittedCost(CostModel):
         return length + length**2 / self.k
 
 
-def sample_cost(sample: Any, length: float, model: CostModel) -> float:
-    """Return a sample's cost, checked: the way to ask a model that somebody else wrote.
-
-    Raises:
-        ValueError: If the cost is no number, not finite or negative; the message names the sample's key.
-    """
-    value: Any = model.cost(sample, length)
-    cost = _float(value)
-    if not 0 <= cost < math.inf:
-        raise ValueError(
-            f"sample {get_field(sample, '__key__')!r} costs {value!r} by {model!r}, expected a finite number of at "
-            "least 0"
-        )
-    return cost
-
-
 def _attention_k(name: str, hidden_size: int | None, causal: bool, k: float | None) -> float:
     if (hidden_size is None) == (k is None):
         raise ValueError(f"{name} takes either hidden_size or k, got hidden_size={hidden_size} and k={k}")
@@ -330,15 +257,10 @@ def _attention_k(name: str, hidden_size: int | None, causal: bool, k: float | No
 
 
 def _positive(name: str, setting: str, value: Any) -> float:
-    number = _float(value)
+    number = as_float(value)
     if not number > 0:
         raise ValueError(f"{name}: {setting} is {value!r}, expected a positive number")
     return number
-
-
-def _float(value: Any) -> float:
-    """A number as a float, NaN if it is none."""
-    return float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
 
 
 def _numbers(sample: Any, field: str) -> NDArray[np.float64]:

@@ -16,9 +16,9 @@ from lightning_lengthpool.advise.output import print_advice
 from lightning_lengthpool.advise.plan import limit, machine_bytes, make_data, plan_of, workers_by_rank
 from lightning_lengthpool.advise.scan.scan import Survey, survey, survey_of_lengths
 from lightning_lengthpool.data.datamodule import LengthPoolDataModule
-from lightning_lengthpool.data.pools.pool import check_integer, check_positive
-from lightning_lengthpool.data.reading.paths import file_path
 from lightning_lengthpool.ordering.lengths_file import read_lengths
+from lightning_lengthpool.ordering.local_paths import file_path
+from lightning_lengthpool.ordering.settings import check_integer, check_positive
 from lightning_lengthpool.report.out_folder import make_out
 from lightning_lengthpool.report.tables import write_json
 from lightning_lengthpool.runs.run import Run, load_run

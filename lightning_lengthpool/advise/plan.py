@@ -15,8 +15,8 @@ from lightning_lengthpool.advise.advisor import Plan
 from lightning_lengthpool.advise.scan.scan_worker import named
 from lightning_lengthpool.advise.world import world_of
 from lightning_lengthpool.data.datamodule import LengthPoolDataModule
-from lightning_lengthpool.data.pools.pool import check_integer
-from lightning_lengthpool.ordering.reference import read_reference_lengths, with_reference
+from lightning_lengthpool.ordering.reference_lengths import read_reference_lengths, with_reference
+from lightning_lengthpool.ordering.settings import check_integer
 from lightning_lengthpool.runs.run import Run
 
 # What models call the most tokens of a sequence that they take.
@@ -106,7 +106,7 @@ def plan_of(
         notes += said
     settings, file = module.settings, module.reference_lengths
     if file is not None and Path(file).is_file():
-        settings = with_reference(settings, read_reference_lengths(file), module.class_fn, module.batch_size)
+        settings = with_reference(settings, read_reference_lengths(file), module.class_fn)
     elif file is not None:
         notes.append(
             f"reference_lengths is {str(file)!r}, and no file is there yet: the predictions take the lengths that are "

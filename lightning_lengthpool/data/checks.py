@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from megatron.energon import WorkerConfig
 
-from lightning_lengthpool.data.pools.pool import PoolSettings, check_integer
 from lightning_lengthpool.data.reading.splits import require_samples
 from lightning_lengthpool.data.resume.resume import RESUME
 from lightning_lengthpool.data.task_encoder import methods_not_stateless, packs_several, warn_not_stateless
 from lightning_lengthpool.data.trial_run import PROBE_TOLERANCE, probe
+from lightning_lengthpool.ordering.settings import GOOD_SIZE, PoolSettings, check_integer
 
 if TYPE_CHECKING:
     from lightning_lengthpool.data.datamodule import LengthPoolDataModule
@@ -28,7 +28,6 @@ def check_numbers(**optional: int | None) -> None:
 def check_settings(
     settings: PoolSettings,
     *,
-    batch_size: int | None,
     packing_buffer_size: int | None,
     num_workers: int,
     failure_tolerance: int | None,
@@ -44,18 +43,16 @@ def check_settings(
         check_integer("failure_tolerance", failure_tolerance, minimum=0, hint="0 for no limit")
     if resume not in RESUME:
         raise ValueError(f"resume is {resume!r}, expected one of: {', '.join(RESUME)}")
-    if batch_size is None and packing_buffer_size is None and settings.max_tokens is None:
+    if settings.batch_size is None and packing_buffer_size is None and settings.max_tokens is None:
         raise ValueError(
             "batch_size is None, which works only with packing, where each pack is a batch, or with max_tokens, where "
             "a batch has as many samples as fit. Set batch_size, or max_tokens, or packing_buffer_size and an encoder "
             "that packs."
         )
-    settings.check_batch_size(batch_size)
-    if settings.policy != "none" and 0 < settings.pool_size < (batch_size or 1):
+    if not settings.is_off and settings.pool_size < settings.slot_size:
         warnings.warn(
-            f"pool_size {settings.pool_size} is smaller than batch_size {batch_size}: one batch spans several pools, "
-            "so its samples are hardly ordered by length and the ranks wait for each other. 10 to 100 times "
-            "batch_size is a good start.",
+            f"pool_size {settings.pool_size} is smaller than batch_size {settings.batch_size}: one batch spans several "
+            "pools, so its samples are hardly ordered by length and the ranks wait for each other. " + GOOD_SIZE,
             stacklevel=3,
         )
 
@@ -92,7 +89,7 @@ def try_encoder(module: "LengthPoolDataModule", settings: PoolSettings) -> list[
     tolerance, packing = module.failure_tolerance, module.packing_buffer_size
     dataset, pool = module._train_dataset(
         WorkerConfig(rank=0, world_size=1, num_workers=1),
-        _small(settings, module.batch_size),
+        _small(settings),
         PROBE_TOLERANCE if tolerance is None else tolerance,
         shuffle_buffer_size=None,
         packing_buffer_size=None if packing is None else min(packing, 16),
@@ -112,10 +109,10 @@ def try_encoder(module: "LengthPoolDataModule", settings: PoolSettings) -> list[
     return None if settings.max_tokens is None else snapshot["costs"]
 
 
-def _small(settings: PoolSettings, batch_size: int | None) -> PoolSettings:
+def _small(settings: PoolSettings) -> PoolSettings:
     """A pool that is soon full; with all that may fail."""
-    if settings.policy != "stream" or not settings.pool_size:
+    if not settings.is_stream:
         return replace(settings, policy="none", warmup=None)
-    few = batch_size or 1
+    few = settings.slot_size
     size = few if settings.max_tokens is None else min(settings.pool_size, max(_PROBED, few))
     return replace(settings, pool_size=size, reference=None)

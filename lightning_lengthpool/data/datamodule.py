@@ -4,6 +4,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,9 +19,8 @@ from lightning_lengthpool.data.evaluation import check_evaluation, evaluation_lo
 from lightning_lengthpool.data.fit_progress import FitProgress, does
 from lightning_lengthpool.data.loaders import EvalLoader, State, TrainLoader
 from lightning_lengthpool.data.pools.dataset import LengthPoolDataset
-from lightning_lengthpool.data.pools.pool import PoolSettings, PoolWarmup, check_integer, require_stream
 from lightning_lengthpool.data.reading.data_identity import Description, data_fingerprint, describe_data
-from lightning_lengthpool.data.reading.paths import data_path, file_path
+from lightning_lengthpool.data.reading.paths import data_path
 from lightning_lengthpool.data.reading.splits import split_size
 from lightning_lengthpool.data.resume.data_state import DataState
 from lightning_lengthpool.data.resume.resume import Resume
@@ -31,7 +31,14 @@ from lightning_lengthpool.data.task_encoder import (
     methods_with_seeds,
     require_length_pool,
 )
-from lightning_lengthpool.ordering.reference import ReferenceLengths, batches_of, read_reference_lengths, with_reference
+from lightning_lengthpool.ordering.local_paths import file_path
+from lightning_lengthpool.ordering.reference_lengths import (
+    ReferenceLengths,
+    batches_of,
+    read_reference_lengths,
+    with_reference,
+)
+from lightning_lengthpool.ordering.settings import PoolSettings, PoolWarmup, check_integer, require_stream
 from lightning_lengthpool.ranks.data_rank import Agreement, DataRank, check_data_rank, find_data_rank
 from lightning_lengthpool.ranks.store import is_distributed, is_rank_zero
 
@@ -143,16 +150,22 @@ class LengthPoolDataModule(LightningDataModule):
             raise ValueError(f"rank is {rank} and world_size is {world_size}: set both, or neither")
         if not sys.platform.startswith("linux"):
             raise RuntimeError(f"lightning_lengthpool runs on Linux only (energon forks), this is {sys.platform!r}")
-        require_stream(policy, pool_size, class_shares=class_shares)
         if class_shares is not None and class_fn is None:
             class_fn = packed_class
-        require_stream(policy, pool_size, reference_lengths=reference_lengths, class_fn=class_fn)
+        for name, value in (
+            ("class_shares", class_shares),
+            ("reference_lengths", reference_lengths),
+            ("class_fn", class_fn),
+        ):
+            if value is not None:
+                require_stream(policy, pool_size, name, repr(value))
         if class_fn is not None and class_shares is None and reference_lengths is None:
             raise ValueError(
                 "class_fn is set, but nothing tells how many batches each class has. Set class_shares, say {packed: "
                 "0.3, single: 0.7}, or reference_lengths with a column 'class'."
             )
         self.settings = PoolSettings(
+            batch_size=batch_size,
             pool_size=pool_size,
             policy=policy,
             seed=seed,
@@ -173,7 +186,6 @@ class LengthPoolDataModule(LightningDataModule):
         )
         check_settings(
             self.settings,
-            batch_size=batch_size,
             packing_buffer_size=packing_buffer_size,
             num_workers=num_workers,
             failure_tolerance=failure_tolerance,
@@ -187,7 +199,6 @@ class LengthPoolDataModule(LightningDataModule):
         check_encoder(task_encoder)
         self.failure_tolerance = failure_tolerance
         self.resume = resume
-        self.batch_size = batch_size
         self.val_batch_size = val_batch_size or batch_size or (1 if packing_buffer_size is None else None)
         self.class_fn = class_fn
         self.reference_lengths = (
@@ -287,7 +298,7 @@ class LengthPoolDataModule(LightningDataModule):
         pool.is_exact = self.resume == "exact"
         # Without workers a collection every few batches would be the training process's; and in a worker it walks the
         # whole pool, so it comes about once per pool.
-        pool_batches = self._held() // (self.batch_size or 1)
+        pool_batches = self.settings.capacity // self.settings.slot_size
         loader = get_savable_loader(
             dataset,
             checkpoint_every_sec=math.inf,  # the state travels with the batches
@@ -324,6 +335,15 @@ class LengthPoolDataModule(LightningDataModule):
         `validation_step` leaves such a batch out of its metrics: with a torchmetrics metric it skips `update`.
         """
         return self._eval_loader is not None and self._eval_loader.is_repeat(batch_idx)
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of a micro-batch; Lightning's Tuner sets it."""
+        return self.settings.batch_size
+
+    @batch_size.setter
+    def batch_size(self, value: int | None) -> None:
+        self.settings = replace(self.settings, batch_size=value)
 
     def pool_settings(self) -> dict[str, Any]:
         """What `SyncMonitor` reports and bases its advice on, in plain numbers."""
@@ -431,7 +451,7 @@ class LengthPoolDataModule(LightningDataModule):
         """Go on without the samples that the pool held."""
         if self.packing_buffer_size is None:
             pool.lose_pool = True
-            lost = f"up to {self._held() - 1} samples of each worker's pool are lost"
+            lost = f"up to {self.settings.capacity - 1} samples of each worker's pool are lost"
         else:
             state = None
             lost = "the packing buffer cannot be restored either, and the data start from the beginning"
@@ -449,18 +469,14 @@ class LengthPoolDataModule(LightningDataModule):
         """The pool's settings with what stands in the file of reference lengths, which is read once."""
         if self.reference_lengths is not None and self._reference is None:
             file = read_reference_lengths(self.reference_lengths)
-            self.settings = with_reference(self.settings, file, self.class_fn, self.batch_size)
+            self.settings = with_reference(self.settings, file, self.class_fn)
             self._reference = file
         return self.settings
-
-    def _held(self) -> int:
-        """Samples of a full pool."""
-        return 1 if self.settings.policy == "none" else max(1, self.settings.pool_size)
 
     def _batches_per_sample(self) -> float:
         """How many batches a sample makes on average; with a token budget estimated, and the same on all ranks."""
         if self.settings.max_tokens is None:
-            return 1 / (self.batch_size or 1)
+            return 1 / self.settings.slot_size
         if self._batches_of_a_sample is None:
             self._estimate(try_encoder(self, self._pool_settings()))
         return self._agreement().max(self._batches_of_a_sample)
@@ -471,7 +487,7 @@ class LengthPoolDataModule(LightningDataModule):
             return
         reference = self._pool_settings().reference
         known = costs if reference is None else [cost for own in reference.costs.values() for cost in own]
-        self._batches_of_a_sample = batches_of(known, self.settings, self.batch_size)
+        self._batches_of_a_sample = batches_of(known, self.settings)
 
     def _agreement(self) -> Agreement:
         return Agreement(self.trainer, self.data_rank.world_size)
@@ -518,7 +534,7 @@ class LengthPoolDataModule(LightningDataModule):
             return self.virtual_epoch_length
         samples = split_size(self.path, "train")
         if self.settings.max_tokens is None:
-            return max(1, samples // (world_size * (self.batch_size or 1)))
+            return max(1, samples // (world_size * self.settings.slot_size))
         return max(1, int(samples / world_size * self._batches_per_sample()))
 
 

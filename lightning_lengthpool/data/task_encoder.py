@@ -13,6 +13,7 @@ import inspect
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from megatron.energon import SavableDataset, TaskEncoder, WorkerConfig
@@ -21,8 +22,8 @@ from megatron.energon.task_encoder.base import get_stateless
 from megatron.energon.wrappers import LogSampleDataset, MapDataset, PackingDataset
 
 from lightning_lengthpool.data.pools.dataset import LengthPoolDataset
-from lightning_lengthpool.data.pools.pool import PoolSettings
 from lightning_lengthpool.data.reading.shards import parts_of
+from lightning_lengthpool.ordering.settings import PoolSettings
 
 _STATELESS_METHODS = (
     "cook_crude_sample",
@@ -121,8 +122,7 @@ def length_pool(
                 dataset.__class__ = _RestorablePacks
         return LengthPoolDataset(
             dataset,
-            batch_size=batch_size or (1 if settings.max_tokens is None else None),
-            settings=settings,
+            settings=replace(settings, batch_size=batch_size),
             # As in energon: without a batch size a pack is the batch, and it is neither collated nor encoded.
             batch=None if batch_size is None and settings.max_tokens is None else self.batch,
             encode_batch=self.encode_batch if self._is_overridden(self.encode_batch) else None,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_lengthpool.data.reading.paths import file_path
+from lightning_lengthpool.ordering.local_paths import file_path
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]

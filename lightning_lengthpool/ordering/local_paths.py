@@ -3,6 +3,8 @@
 import os
 import re
 from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
 
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)")  # s3://, memory://, simplecache::s3://
 
@@ -42,3 +44,41 @@ def _without_scheme(path: str | os.PathLike[str]) -> str:
         if text.startswith(scheme):
             return text[len(scheme) :]
     return text[5:] if text.startswith("file:/") else text  # what Lightning makes of 'file:///x' as default_root_dir
+
+
+def file_path(path: Any, setting: str) -> str | Path:
+    """Where a local file lies.
+
+    Args:
+        path: A local path, also with `~` or as `file://` URL.
+        setting: What names it, for messages.
+
+    Raises:
+        ValueError: If it is no local path; the message names the setting and the value.
+    """
+    local = expand(path, setting, "the path of a CSV file")
+    if url_scheme(local) is None:
+        return local
+    raise ValueError(f"{setting} is {str(path)!r}, expected a local file: copy it here")
+
+
+def expand(path: Any, setting: str, expected: str) -> str | Path:
+    """The path with `~` and `file://` resolved; any other URL stays as it is."""
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str) or not str(path).strip():
+        raise ValueError(f"{setting} is {path!r}, expected {expected}")
+    text = os.fspath(path)
+    if url := re.match(r"file:(?://(?:localhost)?)?(/[^/].*)", text, re.IGNORECASE):
+        return unquote(url[1])
+    if text.lower().startswith("file:"):
+        raise ValueError(f"{setting} is {text!r}, expected the full path after file://, say file:///data/my_dataset")
+    if text.startswith("~"):
+        try:
+            text = str(Path(text).expanduser())
+        except RuntimeError:
+            raise ValueError(f"{setting} is {text!r}, but there is no such home folder. Write the full path.") from None
+    return Path(text) if isinstance(path, Path) else text
+
+
+def url_scheme(path: str | Path) -> str | None:
+    found = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", path) if isinstance(path, str) else None
+    return None if found is None else found[1].lower()

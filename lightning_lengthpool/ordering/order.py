@@ -98,37 +98,8 @@ def _shuffled(items: list[T], is_full: bool, seed: int) -> list[T]:
     return [items.pop(int(rng.random() * len(items))) for _ in range(len(items))]
 
 
-POLICIES: dict[str, Policy | None] = {"none": order_none, "pool": order_pool, "blocks": order_blocks, "stream": None}
-"""The policies that order a whole pool at once, by name; None for `stream`, see `stream_block`."""
-
-
-def get_policy(name: str) -> Policy | None:
-    """Return the policy called `name`, None for `stream`.
-
-    Raises:
-        ValueError: If there is no such policy; the message lists those that exist.
-    """
-    try:
-        return POLICIES[name]
-    except (KeyError, TypeError):
-        raise ValueError(f"policy is {name!r}, expected one of: {', '.join(POLICIES)}") from None
-
-
-def full_size(
-    pool: int, pool_size: int, policy: str, batch_size: int = 1, warmup: tuple[int, int] | None = None
-) -> int:
-    """Samples of one of the pools that leave as a whole.
-
-    Args:
-        pool: Its 0-based number in this worker's stream.
-        pool_size: The setting, at least 1.
-        policy: A batch of 'blocks' comes from one pool, so its pools are rounded down to whole batches.
-        batch_size: See `policy`.
-        warmup: `(initial, flushes)`: pool `i < flushes` has `initial + (pool_size - initial) * i // flushes` samples.
-    """
-    if warmup is not None and pool < warmup[1]:
-        pool_size = warmup[0] + (pool_size - warmup[0]) * pool // warmup[1]
-    return pool_size // batch_size * batch_size if policy == "blocks" else pool_size
+ORDERS: dict[str, Policy] = {"none": order_none, "pool": order_pool, "blocks": order_blocks}
+"""The policies that order a whole pool at once, by name."""
 
 
 # ---- stream

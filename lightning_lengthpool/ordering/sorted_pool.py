@@ -28,6 +28,7 @@ from lightning_lengthpool.ordering.order import (
     stream_class,
     stream_draw,
 )
+from lightning_lengthpool.ordering.settings import PoolSettings
 
 Array = NDArray[np.float64]
 
@@ -38,32 +39,6 @@ SNAPSHOT_SAMPLES = 1000
 """Samples between two snapshots of a place, if a pool is smaller: without a pool each sample would take one."""
 
 _RENEWALS = 32  # of the table of a history, while all of it is replaced
-
-
-class Reference:
-    """Costs that all ranks share, and aim at.
-
-    Args:
-        costs: Of samples of the data set, in any order; by class, if the pool keeps classes apart, else of class None.
-    """
-
-    def __init__(self, costs: Mapping[Hashable, Sequence[float] | Array]) -> None:
-        self.costs = {kind: np.sort(np.asarray(own, dtype=np.float64)) for kind, own in costs.items()}
-
-    def distance(self, kind: Hashable, costs: Sequence[float] | Array) -> float:
-        """The Kolmogorov-Smirnov distance of other costs from those of a class.
-
-        Returns:
-            The largest difference between the two shares of costs up to any bound: 0 if they are distributed alike, 1
-            if they do not even overlap.
-        """
-        own, other = self.costs[kind], np.sort(np.asarray(costs, dtype=np.float64))
-        # Between two of the other costs only one of the shares changes, and it only grows: the two ends are enough.
-        gaps = [
-            np.searchsorted(own, other, side=side) / len(own) - np.searchsorted(other, other, side=side) / len(other)
-            for side in ("left", "right")
-        ]
-        return float(np.abs(gaps).max())
 
 
 class _Quantiles:
@@ -182,32 +157,15 @@ class SortedPool:
     """The samples that one worker holds, sorted by cost.
 
     Args:
-        seed: The seed that all ranks share.
+        settings: The pool's; of policy 'stream'. Without `reference` it aims at the quantiles of its own last costs, of
+            which it remembers `HISTORY` times its capacity; with `max_tokens` at a block's relative index alone.
         worker: Number of the worker within its rank.
-        batch_size: Samples of a batch; with a budget, at most; None only with a budget.
-        budget: What a batch may cost; None for `batch_size` samples a batch.
-        is_padded: Whether a batch costs its samples times the dearest of them; else the sum of their costs.
-        reference: Costs that all ranks aim at; None to aim at the quantiles of the pool's own last costs.
-        history: How many of these to remember, of each class; 0 for a block's relative place alone, as always with a
-            budget. In training `HISTORY` times the pool's size.
-        shares: Share of the batches that each class has, adding up to 1; a batch then holds one class. None without
-            classes: all samples are of class None.
     """
 
-    def __init__(
-        self,
-        *,
-        seed: int,
-        worker: int = 0,
-        batch_size: int | None,
-        budget: float | None = None,
-        is_padded: bool = True,
-        reference: Reference | None = None,
-        history: int = 0,
-        shares: Mapping[Hashable, float] | None = None,
-    ) -> None:
-        self.seed, self.worker = seed, worker
-        self._batch_size, self._budget, self._is_padded = batch_size, budget, is_padded
+    def __init__(self, settings: PoolSettings, worker: int = 0) -> None:
+        self.settings, self.worker = settings, worker
+        self._batch_size, self._budget = settings.batch_size, settings.max_tokens
+        reference, shares = settings.reference, settings.class_shares
         self._shares: dict[Hashable, float] = {None: 1.0} if shares is None else dict(shares)
         self._classes = {kind: _Sorted() for kind in self._shares}
         self._own_place = OWN_PLACE_ALONE if reference is None else OWN_PLACE
@@ -215,9 +173,9 @@ class SortedPool:
         self._history: dict[Hashable, _History] = {}
         for kind in self._shares:
             if reference is not None:
-                self._reference[kind] = _Quantiles(reference.costs[kind], budget, batch_size)
-            elif history and budget is None:  # which batch fills a budget hardly differs by the history: no gain there
-                self._history[kind] = _History(history)
+                self._reference[kind] = _Quantiles(reference.costs[kind], self._budget, self._batch_size)
+            elif self._budget is None:  # which batch fills a budget hardly differs by the history: no gain there
+                self._history[kind] = _History(HISTORY * settings.capacity)
 
     def __len__(self) -> int:
         return sum(len(own.costs) for own in self._classes.values())
@@ -276,8 +234,7 @@ class SortedPool:
         """About how many batches a class holds."""
         costs = self._classes[kind].costs
         if self._budget is None:
-            assert self._batch_size is not None
-            return len(costs) / self._batch_size
+            return len(costs) / self.settings.slot_size
         return float(batch_shares(np.array(costs), self._budget, self._batch_size).sum())
 
     def take(self, slot: int, *, aim: bool = True) -> Block:
@@ -287,25 +244,25 @@ class SortedPool:
             slot: 0-based number of the batch in this worker's stream.
             aim: Whether to aim at a cost; not at the end of a finite stream, where a pool empties unevenly.
         """
-        u_class, u = _draws(self.seed, self.worker, slot)
+        u_class, u = _draws(self.settings.seed, self.worker, slot)
         wanted = self._draw_class(u_class)
         kind = wanted if self._suffices(wanted) else self._nearest_class(wanted, u)
         own = self._classes[kind]
         if self._budget is None:
-            assert self._batch_size is not None
+            size = self.settings.slot_size
             # as many blocks on all ranks, however many samples of the class each of them has just now
-            blocks = max(1, round(len(self) * self._shares[wanted] / self._batch_size))
+            blocks = max(1, round(len(self) * self._shares[wanted] / size))
             top = block_top(u, blocks)
             target = self._target(wanted, top) if aim else None
             if target is None:
-                start, stop = stream_block(own.costs, u, self._batch_size)
+                start, stop = stream_block(own.costs, u, size)
             else:
-                start, stop = aimed_block(own.costs, top, self._batch_size, target, self._own_place)
+                start, stop = aimed_block(own.costs, top, size, target, self._own_place)
         else:
             target = self._target(wanted, u) if aim else None
             table = np.array(own.costs)  # a copy: the array cannot change while NumPy looks at it
             start, stop = budget_block(
-                table, u, self._budget, self._batch_size, target, self._is_padded, self._own_place
+                table, u, self._budget, self._batch_size, target, self.settings.is_padded, self._own_place
             )
         costs = list(own.costs[start:stop])
         return Block(own.pop(start, stop), costs, kind, self._class_of_all(u_class))
@@ -325,7 +282,7 @@ class SortedPool:
         own = self._classes[kind]
         if self._budget is not None and own.costs:
             place = _nearest(own.costs, costs[-1])
-            block = fill_budget(np.array(own.costs), place, self._budget, self._batch_size, self._is_padded)
+            block = fill_budget(np.array(own.costs), place, self._budget, self._batch_size, self.settings.is_padded)
             return own.pop(*block), kind
         numbers = []
         for cost in costs[: len(own.costs)]:
@@ -354,7 +311,7 @@ class SortedPool:
 
     def _suffices(self, kind: Hashable) -> bool:
         """Whether a class can fill a batch, or the pool has nothing else."""
-        size = (self._batch_size or 1) if self._budget is None else 1
+        size = self.settings.slot_size if self._budget is None else 1
         held = len(self._classes[kind].costs)
         return held >= size or held >= len(self)
 

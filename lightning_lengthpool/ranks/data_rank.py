@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
-from lightning_lengthpool.data.pools.pool import check_integer
+from lightning_lengthpool.ordering.settings import check_integer
 
 # How launchers tell a process that it is one of several.
 _LAUNCHED = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")

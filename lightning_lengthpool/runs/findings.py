@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_lengthpool.ordering import efficiency
+from lightning_lengthpool.ordering.settings import PoolSettings
 from lightning_lengthpool.ordering.sorted_pool import even_slots
 from lightning_lengthpool.runs.causes import Summary
 from lightning_lengthpool.runs.distribution import non_iid
@@ -263,9 +264,8 @@ def _predict(
     else:
         # one largest pool or more; of few ranks more, for they leave more to chance
         steps = max(1, max(max(POOL_SIZES), min(12_000, 200_000 // ranks)) // samples_per_step)
-    result = simulate(
-        lengths, policy, pool_size, batch_size, steps * micro_batches, _SEED, max_tokens=max_tokens, slots=slots
-    )
+    pool = PoolSettings(batch_size=batch_size, pool_size=pool_size, policy=policy, seed=_SEED, max_tokens=max_tokens)
+    result = simulate(lengths, pool, steps * micro_batches, slots=slots)
     costs = _costs(summary, result.padded, result.longest)
     return _Prediction(
         efficiency.idle_fraction(costs.reshape(steps, micro_batches, -1).sum(axis=1)),

@@ -1,14 +1,16 @@
 """Simulations of many ranks for a prediction: of what, cut into jobs, and what each rank trains on."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_lengthpool.ordering.cost_model import CostModel
 from lightning_lengthpool.ordering.order import batch_shares
-from lightning_lengthpool.ordering.sorted_pool import Reference
+from lightning_lengthpool.ordering.reference_costs import ReferenceCosts
+from lightning_lengthpool.ordering.settings import PoolSettings
 from lightning_lengthpool.simulation.simulate import simulate
 
 Array = NDArray[np.float64]
@@ -150,30 +152,47 @@ class Table:
             resampled, costs = lengths[places], costs[places]
             lengths = resampled
         parts = [slice(self.bounds[rank], self.bounds[rank + 1]) for rank in job.columns]
-        options: dict[str, Any] = {}
-        if case.policy == "stream":
-            options = {"max_tokens": case.max_tokens, "is_padded": setting.is_padded}
+        settings = PoolSettings(
+            batch_size=case.batch_size,
+            pool_size=case.pool_size,
+            policy=case.policy,
+            seed=job.seed,
+            max_tokens=case.max_tokens,
+        )
+        classes = None
+        if settings.is_stream:
+            by_class: dict[Hashable, Array] = {None: costs}
             if setting.classes is not None:
-                options["classes"] = [self.classes[part] for part in parts]
-                options["class_shares"] = self.shares(case)
+                classes = [self.classes[part] for part in parts]
+                settings = replace(settings, class_shares=dict(enumerate(self.shares(case))))
+                by_class = {label: costs[self.classes == label] for label in np.unique(self.classes).tolist()}
             if case.has_reference:
-                kinds: dict[Hashable, Array] = {None: costs}
-                if setting.classes is not None:
-                    kinds = {kind: costs[self.classes == kind] for kind in np.unique(self.classes).tolist()}
-                options["reference"] = Reference(kinds)
+                settings = replace(settings, reference=ReferenceCosts(by_class))
+            settings = replace(settings, cost=None if setting.is_padded else _PADDING_FREE)
         result = simulate(
             [lengths[part] for part in parts],
-            case.policy,
-            case.pool_size,
-            case.batch_size,
+            settings,
             job.steps,
-            job.seed,
-            (job.seed, abs(job.first)),
+            rng_seed=(job.seed, abs(job.first)),
             costs=[costs[part] for part in parts],
-            **options,
+            classes=classes,
         )
         chosen = [own + part.start for own, part in zip(result.chosen, parts, strict=True)]
         return Replay(np.concatenate(chosen).astype(np.int32), result.samples.T, resampled)
+
+
+class _PaddingFree(CostModel):
+    """Costs are known here; what counts is that a batch costs their sum."""
+
+    @property
+    def is_padded(self) -> bool:
+        return False
+
+    def of_length(self, length: float) -> float:
+        return length
+
+
+_PADDING_FREE = _PaddingFree()
 
 
 def starts_of(samples: Indices) -> Indices:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lightning_lengthpool.ordering.order import full_size
+from lightning_lengthpool.ordering.settings import PoolSettings
 from lightning_lengthpool.simulation.cases import Case, Job, Lengths, Replay, Table
 from lightning_lengthpool.simulation.parallel import spread
 from lightning_lengthpool.simulation.uncertainty import Bootstrap, Interval, Scored, Seconds, interval, rank_variances
@@ -131,9 +131,13 @@ def _whole_pools(case: Case, steps: int) -> int:
     batches = steps * case.accumulate
     if case.policy not in ("pool", "blocks") or case.batch_size is None:
         return batches
-    size = full_size(0, case.pool_size, case.policy, case.batch_size)
+    size = _capacity(case)
     whole = -(-batches * case.batch_size // max(1, size)) * size // case.batch_size // case.accumulate
     return max(batches, min(whole, 10 * steps) * case.accumulate)  # a huge pool would need too much memory
+
+
+def _capacity(case: Case) -> int:
+    return PoolSettings(batch_size=case.batch_size, pool_size=case.pool_size, policy=case.policy).capacity
 
 
 def _pieces(case: Case, batches: int) -> int:
@@ -141,7 +145,7 @@ def _pieces(case: Case, batches: int) -> int:
     is_ordered = case.policy == "blocks" or (case.policy == "pool" and case.batch_size == 1)
     if not is_ordered or case.accumulate > 1 or case.batch_size is None:
         return 20
-    pools, rest = divmod(batches, full_size(0, case.pool_size, case.policy, case.batch_size) // case.batch_size)
+    pools, rest = divmod(batches, _capacity(case) // case.batch_size)
     return 20 if rest else min(pools, 20)
 
 

@@ -1,14 +1,16 @@
 """Replay a policy over ranks on lists of lengths, with the code that orders training itself."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_lengthpool.ordering.order import batch_shares, full_size, get_policy
-from lightning_lengthpool.ordering.sorted_pool import HISTORY, Reference, SortedPool
+from lightning_lengthpool.ordering.order import ORDERS, batch_shares
+from lightning_lengthpool.ordering.settings import PoolSettings, check_integer, require_stream
+from lightning_lengthpool.ordering.sorted_pool import SortedPool
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -51,21 +53,13 @@ class _Batches(NamedTuple):
 
 def simulate(
     lengths: Sequence[ArrayLike],
-    policy: str,
-    pool_size: int,
-    batch_size: int | None,
+    settings: PoolSettings,
     steps: int | None,
-    seed: int = 42,
-    rng_seed: int | Sequence[int] = 0,
     *,
+    rng_seed: int | Sequence[int] = 0,
     workers: int = 1,
     costs: Sequence[ArrayLike] | None = None,
-    is_padded: bool = True,
-    warmup: tuple[int, int] | None = None,
-    max_tokens: float | None = None,
-    reference: Reference | ArrayLike | None = None,
     classes: Sequence[ArrayLike] | None = None,
-    class_shares: Sequence[float] | None = None,
     is_cycle: bool = False,
     slots: Sequence[int] | None = None,
 ) -> Simulation:
@@ -86,23 +80,14 @@ def simulate(
     Args:
         lengths: For each rank the lengths of its samples, in tokens. With several workers for each worker of each
             rank: `lengths[rank * workers + worker]`.
-        policy: A name from `order.POLICIES`.
-        pool_size: Samples of a worker's pool; 0 switches it off.
-        batch_size: Samples of a batch; with `max_tokens` at most, or None.
+        settings: The pool's and the batches'. Of its functions none is asked: samples are their lengths and costs here.
         steps: Batches of each rank; None for as many as the streams make, read once.
-        seed: Seed of the policy.
         rng_seed: Seed of the draws.
         workers: Workers of a rank.
         costs: What the samples cost, as `lengths`: pools sort and fill batches by it. None for their lengths.
-        is_padded: Whether a batch costs its samples times the dearest of them, see `cost_models.CostModel.is_padded`;
-            with `max_tokens`.
-        warmup: `initial` and `flushes` of `pool.PoolWarmup`; for 'pool' and 'blocks'.
-        max_tokens: What a batch may cost; for 'stream' only.
-        reference: Costs (without a pool of their own) that all ranks share and aim at; for 'stream' only. With
-            `classes` a `Reference` that has each of them.
-        classes: The class of each sample, from 0, as `lengths`; a batch then holds one class. For 'stream' only.
-        class_shares: Share of the batches that each class has, by its number. By default the share that it has of those
-            that all samples make.
+        classes: The class of each sample, as `lengths`; a batch then holds one class. Its index in
+            `settings.class_shares`, or without these any number from 0: each class then has the share of the batches
+            that it has of those that all samples make. For 'stream' only.
         is_cycle: Whether samples come in their order, around and around, as over epochs.
         slots: The slots whose random numbers the batches of each worker take, as many as it makes; for 'stream' only.
             By default 0, 1, 2, ..., as in training.
@@ -112,68 +97,40 @@ def simulate(
             message names it.
 
     Example:
-        >>> simulate([np.array([5.0])] * 2, "pool", 10, batch_size=3, steps=1).padded.tolist()
+        >>> simulate([np.array([5.0])] * 2, PoolSettings(batch_size=3, pool_size=10), steps=1).padded.tolist()
         [[15.0, 15.0]]
-        >>> simulate([np.array([1.0, 9.0, 5.0, 3.0, 7.0])], "blocks", 2, batch_size=2, steps=None).tokens.tolist()
+        >>> blocks = PoolSettings(batch_size=2, pool_size=2, policy="blocks")
+        >>> simulate([np.array([1.0, 9.0, 5.0, 3.0, 7.0])], blocks, steps=None).tokens.tolist()
         [[10.0], [8.0]]
     """
-    minima = {"pool_size": (pool_size, 0), "batch_size": (batch_size, 1), "steps": (steps, 1), "workers": (workers, 1)}
-    for name, (value, minimum) in minima.items():
-        if value is not None and value < minimum:
-            raise ValueError(f"{name} is {value}, expected at least {minimum}")
-    if batch_size is None and max_tokens is None:
-        raise ValueError("batch_size is None, expected at least 1, or max_tokens")
+    for name, value in (("steps", steps), ("workers", workers)):
+        if value is not None:
+            check_integer(name, value, minimum=1)
     values = _checked_lengths("lengths", lengths)
     if len(values) % workers:
         raise ValueError(f"lengths has {len(values)} streams, expected some for each of {workers} workers of each rank")
     prices = values if costs is None else _checked_lengths("costs", costs)
     if [len(own) for own in prices] != [len(own) for own in values]:
         raise ValueError("costs must be a number for each of the lengths")
-    is_flush = get_policy(policy) is not None or not pool_size
-    options = {"max_tokens": max_tokens, "reference": reference, "classes": classes, "class_shares": class_shares}
-    for name, option in options.items():
-        if option is not None and is_flush:
-            raise ValueError(f"{name} goes with policy 'stream' and a pool, not with {policy!r} of {pool_size}")
-    if warmup is not None and not (policy in ("pool", "blocks") and pool_size and 1 <= warmup[0] <= pool_size):
-        raise ValueError(
-            f"warmup is {warmup} with policy {policy!r} of {pool_size}, expected 'pool' or 'blocks', and to begin with "
-            "1 sample to pool_size"
-        )
-    if batch_size is not None and max_tokens is None and pool_size and policy in ("blocks", "stream"):
-        for name, size in (("pool_size", pool_size), ("warmup[0]", pool_size if warmup is None else warmup[0])):
-            if size < batch_size:
-                raise ValueError(f"{name} is {size}, expected at least batch_size, {batch_size}")
+    if classes is not None and not settings.is_stream:
+        require_stream(settings.policy, settings.pool_size, "classes")
     rngs: Sequence[np.random.Generator | None] = [None] * len(values)
     if not is_cycle and steps is not None:
         rngs = np.random.default_rng(rng_seed).spawn(len(values))
     sources = [_source(len(own), rng, steps is not None) for own, rng in zip(values, rngs, strict=True)]
-    if is_flush:
-        assert batch_size is not None
-        is_off = policy == "none" or not pool_size
-        pools = _Pools("none" if is_off else policy, 1 if is_off else pool_size, batch_size, warmup, seed)
-        if steps is None:
-            steps = _common_steps([pools.whole(len(own)) // batch_size for own in values], workers)
-        streams = pools.batches(prices, sources, [_turns(steps, worker, workers) for worker in range(workers)])
-    else:
-        kinds = _checked_classes(classes, values)
-        if max_tokens is None and batch_size is not None:
-            pool_size -= pool_size % batch_size  # as in training: whole blocks
-        setting: dict[str, Any] = {
-            "seed": seed,
-            "batch_size": batch_size,
-            "budget": max_tokens,
-            "is_padded": is_padded,
-            "reference": _checked_reference(reference),
-            "history": HISTORY * pool_size,
-            "shares": _shares(kinds, prices, max_tokens, batch_size, class_shares),
-        }
+    if settings.is_stream:
+        labels = _checked_classes(classes, values)
+        names: dict[int, Hashable] = dict(enumerate(settings.class_shares or ()))
+        if labels is not None and settings.class_shares is None:
+            settings = replace(settings, class_shares=_shares(labels, prices, settings))
+            names = {int(label): label for label in np.unique(np.concatenate(labels)).tolist()}
         streams = [
             _stream(
-                SortedPool(worker=number % workers, **setting),
+                SortedPool(settings, number % workers),
                 prices[number],
-                None if kinds is None else kinds[number],
+                None if labels is None else labels[number],
+                names,
                 source,
-                pool_size,
                 None if steps is None else _turns(steps, number % workers, workers),
                 slots,
             )
@@ -181,10 +138,14 @@ def simulate(
         ]
         if steps is None:
             steps = _common_steps([len(own.samples) for own in streams], workers)
+    else:
+        if steps is None:
+            steps = _common_steps([_whole(settings, len(own)) // settings.slot_size for own in values], workers)
+        streams = _flushed(settings, prices, sources, [_turns(steps, worker, workers) for worker in range(workers)])
     if not steps:
         raise ValueError(
             f"lengths has streams of {min(map(len, values))} samples or more, too few for a batch on each rank: each "
-            f"worker needs a full pool, here of {max(1, pool_size)}, and a whole batch"
+            f"worker needs a full pool, here of {settings.capacity}, and a whole batch"
         )
     ranks = range(0, len(values), workers)
     joined = [_join(streams[first : first + workers], values[first : first + workers], steps) for first in ranks]
@@ -199,78 +160,74 @@ def simulate(
     )
 
 
-class _Pools(NamedTuple):
-    """The settings of full pools that are ordered one after the other, as `flush_pool.FlushPool` does."""
+def _whole(settings: PoolSettings, samples: int) -> int:
+    """How many of so many samples fill whole pools."""
+    filled = 0
+    for pool in range(0 if settings.warmup is None else settings.warmup.flushes):
+        if filled + settings.size_of_pool(pool) > samples:
+            return filled
+        filled += settings.size_of_pool(pool)
+    return samples - (samples - filled) % settings.capacity
 
-    policy: str
-    pool_size: int
-    batch_size: int
-    warmup: tuple[int, int] | None
-    seed: int
 
-    def size(self, pool: int) -> int:
-        return full_size(pool, self.pool_size, self.policy, self.batch_size, self.warmup)
+def _flushed(
+    settings: PoolSettings, costs: Sequence[Array], sources: Sequence[_Source], turns: Sequence[int]
+) -> list[_Batches]:
+    """The batches of each stream of pools that leave as a whole: `turns` are how many each worker of a rank makes."""
+    workers, size = len(turns), settings.slot_size
+    by_worker = [
+        _ordered(settings, costs[worker::workers], sources[worker::workers], turns[worker] * size)
+        for worker in range(workers)
+    ]
+    return [
+        _Batches(own, *(np.full(len(own) // size, value) for value in (size, 0, False)))
+        for own in chain.from_iterable(zip(*by_worker, strict=True))
+    ]
 
-    def whole(self, samples: int) -> int:
-        """How many of so many samples fill whole pools."""
-        filled = 0
-        for pool in range(0 if self.warmup is None else self.warmup[1]):
-            if filled + self.size(pool) > samples:
-                return filled
-            filled += self.size(pool)
-        size = full_size(0, self.pool_size, self.policy, self.batch_size)
-        return samples - (samples - filled) % size
 
-    def batches(self, costs: Sequence[Array], sources: Sequence[_Source], turns: Sequence[int]) -> list[_Batches]:
-        """The batches of each stream: `turns` are how many each worker of a rank makes."""
-        workers = len(turns)
-        by_worker = [
-            self._ordered(costs[worker::workers], sources[worker::workers], turns[worker] * self.batch_size)
-            for worker in range(workers)
-        ]
-        return [
-            _Batches(own, *(np.full(len(own) // self.batch_size, value) for value in (self.batch_size, 0, False)))
-            for own in chain.from_iterable(zip(*by_worker, strict=True))
-        ]
-
-    def _ordered(self, costs: Sequence[Array], sources: Sequence[_Source], places: int) -> Indices:
-        """The samples that leave, `[streams, places]`: of all streams at once, for a full pool leaves by places of its
-        sorted samples, which are the same in each."""
-        policy = get_policy(self.policy)
-        assert policy is not None
-        if self.pool_size == 1:  # nothing to order
-            return np.stack([source(places) for source in sources])
-        starts = [0]
-        while starts[-1] < places:
-            starts.append(starts[-1] + self.size(len(starts) - 1))
-        drawn = np.stack([source(starts[-1]) for source in sources])
-        price = np.stack([own[taken] for own, taken in zip(costs, drawn, strict=True)])
-        for start, stop in zip(starts, starts[1:], strict=False):
-            size = stop - start
-            by_cost = np.argsort(price[:, start:stop], axis=1, kind="stable")
-            leaving = by_cost[:, policy(range(size), size, start, self.seed, self.batch_size)]
-            drawn[:, start:stop] = np.take_along_axis(drawn[:, start:stop], leaving, axis=1)
-        return drawn[:, :places]
+def _ordered(settings: PoolSettings, costs: Sequence[Array], sources: Sequence[_Source], count: int) -> Indices:
+    """The samples that leave, `[streams, count]`: of all streams at once, for a full pool leaves by indices of its
+    sorted samples, which are the same in each."""
+    if settings.is_off or settings.capacity == 1:  # nothing to order
+        return np.stack([source(count) for source in sources])
+    starts = [0]
+    while starts[-1] < count:
+        starts.append(starts[-1] + settings.size_of_pool(len(starts) - 1))
+    drawn = np.stack([source(starts[-1]) for source in sources])
+    price = np.stack([own[taken] for own, taken in zip(costs, drawn, strict=True)])
+    order = ORDERS[settings.policy]
+    for start, stop in zip(starts, starts[1:], strict=False):
+        size = stop - start
+        by_cost = np.argsort(price[:, start:stop], axis=1, kind="stable")
+        leaving = by_cost[:, order(range(size), size, start, settings.seed, settings.slot_size)]
+        drawn[:, start:stop] = np.take_along_axis(drawn[:, start:stop], leaving, axis=1)
+    return drawn[:, :count]
 
 
 def _stream(
     pool: SortedPool,
     costs: Array,
-    kinds: Indices | None,
+    classes: Indices | None,
+    names: Mapping[int, Hashable],
     source: _Source,
-    pool_size: int,
     batches: int | None,
     slots: Sequence[int] | None,
 ) -> _Batches:
-    """As many samples come in as leave, so that the pool stays at `pool_size`; without `batches` to a stream's end."""
+    """As many samples come in as leave, so that the pool stays full; without `batches` to a stream's end."""
+    pool_size = pool.settings.capacity
+    class_of = {name: number for number, name in names.items()}
+
+    def labels_of(samples: Indices) -> list[Hashable]:
+        return [None] * len(samples) if classes is None else [names[index] for index in classes[samples].tolist()]
+
     taken: list[int] = []  # numbers of arrival
     samples: list[int] = []
-    classes: list[Any] = []
+    left: list[int] = []  # the class of each batch
     missed: list[bool] = []
     arrivals = [source(pool_size)]
     is_over = len(arrivals[0]) < pool_size
     if not is_over:
-        pool.fill(costs[arrivals[0]], None if kinds is None else kinds[arrivals[0]].tolist())
+        pool.fill(costs[arrivals[0]], None if classes is None else labels_of(arrivals[0]))
     add, take = pool.add, pool.take
     number, slot = pool_size, 0  # of the next arrival, and of the next batch
     prices: list[float] = []  # of what is read ahead
@@ -281,7 +238,7 @@ def _stream(
         slot += 1
         taken += block.numbers
         samples.append(len(block.numbers))
-        classes.append(block.kind)
+        left.append(0 if classes is None else class_of[block.kind])
         missed.append(block.missed)
         stop = number + len(block.numbers)
         while stop > first + len(prices):
@@ -289,17 +246,17 @@ def _stream(
             if not len(ahead):
                 break
             prices = prices[number - first :] + costs[ahead].tolist()
-            labels = labels[number - first :] + ([None] * len(ahead) if kinds is None else kinds[ahead].tolist())
+            labels = labels[number - first :] + labels_of(ahead)
             first = number
         is_over = stop > first + len(prices)
         if not is_over:
-            for place in range(number - first, stop - first):
-                add(first + place, prices[place], labels[place])
+            for index in range(number - first, stop - first):
+                add(first + index, prices[index], labels[index])
             number = stop
     return _Batches(
         np.concatenate(arrivals)[np.array(taken, dtype=np.int64)],
         np.array(samples, dtype=np.int64),
-        np.array([0] * slot if kinds is None else classes, dtype=np.int64),
+        np.array(left, dtype=np.int64),
         np.array(missed, dtype=np.bool_),
     )
 
@@ -372,24 +329,10 @@ def _checked_classes(classes: Sequence[ArrayLike] | None, lengths: Sequence[Arra
     return [own.astype(np.int64) for own in kinds]
 
 
-def _checked_reference(reference: Reference | ArrayLike | None) -> Reference | None:
-    if reference is None or isinstance(reference, Reference):
-        return reference
-    (values,) = _checked_lengths("reference", [reference])
-    return Reference({None: values.tolist()})
-
-
-def _shares(
-    classes: list[Indices] | None,
-    costs: Sequence[Array],
-    max_tokens: float | None,
-    batch_size: int | None,
-    shares: Sequence[float] | None,
-) -> dict[Hashable, float] | None:
-    if classes is None:
-        return None
-    if shares is not None:
-        return dict(enumerate(shares))
-    weights = None if max_tokens is None else batch_shares(np.concatenate(costs), max_tokens, batch_size)
+def _shares(classes: list[Indices], costs: Sequence[Array], settings: PoolSettings) -> dict[Hashable, float]:
+    """The share of the batches that each class has, if all samples are batched."""
+    budget, weights = settings.max_tokens, None
+    if budget is not None:
+        weights = batch_shares(np.concatenate(costs), budget, settings.batch_size)
     held = np.bincount(np.concatenate(classes), weights=weights)
-    return {kind: float(own / held.sum()) for kind, own in enumerate(held) if own}
+    return {label: float(own / held.sum()) for label, own in enumerate(held) if own}

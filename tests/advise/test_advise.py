@@ -26,7 +26,7 @@ from lightning_lengthpool.advise.plan import machine_bytes, make_data, workers_b
 from lightning_lengthpool.advise.world import world_of
 from lightning_lengthpool.cli import main, parse_config
 from lightning_lengthpool.ordering.lengths_file import read_lengths
-from lightning_lengthpool.ordering.reference import read_reference_lengths
+from lightning_lengthpool.ordering.reference_lengths import read_reference_lengths
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = [(7 * i) % 101 + 1 for i in range(200)]

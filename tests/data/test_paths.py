@@ -3,7 +3,8 @@ from pathlib import Path, PurePosixPath
 import pytest
 from megatron.energon.epathlib import EPath
 
-from lightning_lengthpool.data.reading.paths import data_path, file_path
+from lightning_lengthpool.data.reading.paths import data_path
+from lightning_lengthpool.ordering.local_paths import file_path
 
 
 @pytest.mark.parametrize("read", [data_path, file_path])

@@ -10,7 +10,7 @@ import pytest
 from lightning_lengthpool.cli import main
 from lightning_lengthpool.cost_models import QuadraticCost
 from lightning_lengthpool.ordering.lengths_file import read_lengths
-from lightning_lengthpool.ordering.reference import read_reference_lengths
+from lightning_lengthpool.ordering.reference_lengths import read_reference_lengths
 
 
 def write(path: Path, text: str) -> Path:

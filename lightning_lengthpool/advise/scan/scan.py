@@ -19,9 +19,9 @@ from lightning_lengthpool.advise.scan.scan_parts import BatchCheck, Stream, Surv
 from lightning_lengthpool.advise.scan.scan_worker import BatchReader, Failures, Part, SampleReader, named
 from lightning_lengthpool.data import trial_run
 from lightning_lengthpool.data.loaders import _stop_workers
-from lightning_lengthpool.data.pools.pool import PoolSettings
 from lightning_lengthpool.data.reading.splits import require_samples
 from lightning_lengthpool.data.workers import prepare_workers
+from lightning_lengthpool.ordering.settings import PoolSettings
 
 if TYPE_CHECKING:
     from lightning_lengthpool.data.datamodule import LengthPoolDataModule

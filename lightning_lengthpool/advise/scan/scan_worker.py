@@ -20,9 +20,9 @@ from lightning_lengthpool.advise.scan.sample_bytes import Scales
 from lightning_lengthpool.data.pools.arrivals import StarvedError
 from lightning_lengthpool.data.pools.dataset import LengthPoolDataset, PooledBatch
 from lightning_lengthpool.data.pools.measure import Measurer
-from lightning_lengthpool.data.pools.pool import ClassFn, PoolSettings
 from lightning_lengthpool.data.reading.shards import ShardError
 from lightning_lengthpool.ordering.length import get_field
+from lightning_lengthpool.ordering.settings import ClassFn, PoolSettings
 
 _PART_SECONDS, _PART_SAMPLES = 0.5, 256  # of what is sent at a time
 _RESTORED, _RESTORE_SECONDS = 8, 5.0  # samples that are brought back by their keys, and when to stop doing so

@@ -12,9 +12,9 @@ from megatron.energon import SavableDataset, WorkerConfig
 from megatron.energon.errors import FatalSampleError
 from megatron.energon.wrappers.base import get_sample_restore_key
 
-from lightning_lengthpool.data.pools.pool import PoolSettings, Size
 from lightning_lengthpool.data.reading.shards import ShardError
 from lightning_lengthpool.ordering.length import get_field
+from lightning_lengthpool.ordering.settings import PoolSettings, Size
 
 
 class StarvedError(FatalSampleError):

@@ -23,10 +23,11 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from lightning_lengthpool.data.pools.arrivals import starve
 from lightning_lengthpool.data.pools.flush_pool import FlushPool
-from lightning_lengthpool.data.pools.pool import Entry, Pool, PoolSettings
+from lightning_lengthpool.data.pools.pool import Entry, Pool
 from lightning_lengthpool.data.pools.stream_pool import StreamPool
 from lightning_lengthpool.data.reading.shards import parts_of, watch_sources
 from lightning_lengthpool.ordering.length import get_field
+from lightning_lengthpool.ordering.settings import PoolSettings
 
 
 @dataclass
@@ -62,9 +63,8 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
 
     Args:
         dataset: Encoded samples.
-        batch_size: Places a slot has, at least 1; with a budget, at most; None only with a budget.
-        settings: The pool.
-        batch: Collates a list of samples; None (with `batch_size` 1) yields the sample itself as the batch.
+        settings: The pool and its batches.
+        batch: Collates a list of samples; None (with a slot of one sample) yields the sample itself as the batch.
         encode_batch: Applied to the collated batch, if given.
         postencode: Applied to each sample after it has left the pool, if given; may yield several samples or none.
         failure_tolerance: Failures in a row after which a `FatalSampleError` ends the iteration, of a method that does
@@ -80,7 +80,6 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
         self,
         dataset: SavableDataset,
         *,
-        batch_size: int | None,
         settings: PoolSettings,
         batch: Callable[[list[Any]], Any] | None,
         encode_batch: Callable[[Any], Any] | None = None,
@@ -90,18 +89,12 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
         worker_config: WorkerConfig,
     ) -> None:
         super().__init__(dataset, worker_config=worker_config)
-        settings.check_batch_size(batch_size)
-        self.batch_size = batch_size
         self.settings = settings
         self.batch = batch
         self.encode_batch = encode_batch
         self.postencode = postencode
-        is_stream = settings.policy == "stream" and settings.pool_size
-        self.pool: Pool = (
-            StreamPool(dataset, settings, batch_size, failure_tolerance)
-            if is_stream
-            else FlushPool(dataset, settings, batch_size or 1, failure_tolerance)
-        )
+        pool = StreamPool if settings.is_stream else FlushPool
+        self.pool: Pool = pool(dataset, settings, failure_tolerance)
         #: Places from which this rank's workers go on, by logical worker; to be set before iteration starts.
         self.resume_from: dict[int, dict[str, Any]] = {}
         #: Whether what was left of the pool that was handed out cannot be re-read, and is lost.
@@ -238,7 +231,7 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
         return []
 
     def len_worker(self, worker_idx: int | None = None) -> int:
-        return math.ceil(self.dataset.len_worker(worker_idx) / (self.batch_size or 1))
+        return math.ceil(self.dataset.len_worker(worker_idx) / self.settings.slot_size)
 
     def can_restore_sample(self) -> bool:
         return False  # a batch is restored through the pool's state, not by a key of its own
@@ -251,7 +244,7 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
         }
         return {
             "type": type(self).__qualname__,
-            "batch_size": self.batch_size,
+            "batch_size": self.settings.batch_size,
             "pool_size": self.settings.pool_size,
             "policy": self.settings.policy,
             "seed": self.settings.seed,
@@ -265,7 +258,7 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
         }
 
     def __str__(self) -> str:
-        return f"LengthPoolDataset({self.settings}, batch_size={self.batch_size}, dataset={self.dataset})"
+        return f"LengthPoolDataset({self.settings}, dataset={self.dataset})"
 
 
 def _buffered(dataset: Any) -> int:

@@ -21,8 +21,9 @@ from megatron.energon.wrappers.base import get_sample_restore_key
 from lightning_lengthpool.data.pools.arrivals import Arrivals, Replay
 from lightning_lengthpool.data.pools.measure import Measured, Measurer
 from lightning_lengthpool.data.pools.plain_state import from_plain, to_plain
-from lightning_lengthpool.data.pools.pool import Entry, PoolSettings, Slot, rewind
-from lightning_lengthpool.ordering.order import Policy, full_size, get_policy
+from lightning_lengthpool.data.pools.pool import Entry, Slot, rewind
+from lightning_lengthpool.ordering.order import ORDERS
+from lightning_lengthpool.ordering.settings import PoolSettings
 from lightning_lengthpool.ordering.sorted_pool import SNAPSHOT_SAMPLES
 
 _UNKNOWN = Measured(0.0, 0.0)  # of a sample that was measured when it was saved, and cannot be now
@@ -70,7 +71,6 @@ class FlushPool:
     Args:
         dataset: The stream; `restore_sample` re-reads one of its samples by key.
         settings: The pool.
-        batch_size: Places of a slot.
         failure_tolerance: See `measure.Measurer`.
     """
 
@@ -80,17 +80,12 @@ class FlushPool:
         self,
         dataset: SavableDataset,
         settings: PoolSettings,
-        batch_size: int,
         failure_tolerance: int | None = 100,
     ) -> None:
         self.dataset = dataset
         self.settings = settings
         self._measure = Measurer(settings, dataset.worker_config, failure_tolerance)
-        self.batch_size = batch_size
-        self.is_off = settings.policy == "none" or not settings.pool_size
-        policy = get_policy("none" if self.is_off else settings.policy)
-        assert policy is not None  # 'stream' has a pool of its own
-        self._policy: Policy = policy
+        self._order_of = ORDERS["none" if settings.is_off else settings.policy]
         self.warning: str | None = None
         self.arrivals = Arrivals()
         self.reset()
@@ -110,25 +105,11 @@ class FlushPool:
         self._failed: list[int] = []  # which of these could not be measured
         self._pending: list[Any] | None = None  # what had come in by the place that is to be restored
 
-    def size(self, pool: int) -> int:
-        """Samples of one full pool, by its number; without a pool each sample is a pool of its own."""
-        if self.is_off:
-            return 1
-        settings, warmup = self.settings, self.settings.warmup
-        growth = None if warmup is None else (warmup.initial, warmup.flushes)
-        return full_size(pool, settings.pool_size, settings.policy, self.batch_size, growth)
-
-    def _samples(self, pools: range) -> int:
-        """Samples of several full pools in a row."""
-        warm = 0 if self.settings.warmup is None else self.settings.warmup.flushes
-        growing = range(pools.start, max(pools.start, min(pools.stop, warm)))
-        return sum(map(self.size, growing)) + (len(pools) - len(growing)) * self.size(warm)
-
     # ---- handing out
 
     def take_slot(self, upstream: Iterator[Any]) -> Slot | None:
         slot = Slot([], [])
-        for _ in range(self.batch_size):
+        for _ in range(self.settings.slot_size):
             if (place := self._take_place(upstream)) is None:
                 break
             entry, cost = place
@@ -153,7 +134,7 @@ class FlushPool:
         else:
             held, _ = self._ready.pop()
             entry, cost = Entry(held.sample, held.length), held.cost
-        own, following = self.size(self._pools() - 1), self.size(self._pools())
+        own, following = self.settings.size_of_pool(self._pools() - 1), self.settings.size_of_pool(self._pools())
         self._fill(upstream, -(-self._cursor * following // own) + (-place * following // own))
         return entry, cost
 
@@ -182,7 +163,7 @@ class FlushPool:
 
     def _fill(self, upstream: Iterator[Any], samples: int) -> None:
         """Let up to `samples` samples in, as long as the incoming pool has room."""
-        size = min(len(self._incoming) + samples, self.size(self._pools()))
+        size = min(len(self._incoming) + samples, self.settings.size_of_pool(self._pools()))
         while len(self._incoming) < size:
             try:
                 sample = next(upstream)
@@ -200,7 +181,7 @@ class FlushPool:
 
     def _turn(self, upstream: Iterator[Any]) -> bool:
         """Order the incoming pool and start to hand it out; False if there is nothing left."""
-        self._fill(upstream, self.size(self._pools()))
+        self._fill(upstream, self.settings.size_of_pool(self._pools()))
         if not self._incoming:
             return False
         self._turns += 1
@@ -234,8 +215,9 @@ class FlushPool:
         held, self._incoming = self._incoming.held, _Samples()
         # Counted in pools and not in samples that came, so that a rank which has lost a sample keeps the others' seed.
         pool = self._pools() - 1
-        start, costs = self._samples(range(pool)), [one.cost for one in held]
-        order = self._policy(costs, self.size(pool), start, self.settings.seed, self.batch_size)
+        start, costs = self.settings.samples_of_pools(range(pool)), [one.cost for one in held]
+        settings = self.settings
+        order = self._order_of(costs, settings.size_of_pool(pool), start, settings.seed, settings.slot_size)
         self._places = len(order)
         self._ready = _Samples([held[i] for i in reversed(order)], range(len(order) - 1, -1, -1))
 
@@ -276,7 +258,7 @@ class FlushPool:
         # Of what has come in since, earlier pools are gone, the next ones are the pool that is handed out, and the rest
         # is the one that fills.
         taken, failed, waiting = set(self._taken), set(self._failed), 0
-        gone = self._samples(self._pools_since()[:-1])
+        gone = self.settings.samples_of_pools(self._pools_since()[:-1])
         for number, sample in zip(range(self._arrived), upstream, strict=False):
             if number in failed:
                 continue
@@ -290,7 +272,7 @@ class FlushPool:
             replay.compare(self.arrivals, saved)
         self.differences = replay.differences
         if self._turns:
-            full, incoming = self.size(self._pools() - 1), self._incoming
+            full, incoming = self.settings.size_of_pool(self._pools() - 1), self._incoming
             self._incoming = _Samples(incoming.held[:full], incoming.numbers[:full])
             self._order()
             self._keep([] if lose_pool else self._left())

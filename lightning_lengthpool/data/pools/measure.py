@@ -7,7 +7,7 @@ from megatron.energon import WorkerConfig
 from megatron.energon.errors import ErrorContext, FatalSampleError
 from megatron.energon.task_encoder.base import get_failure_tolerance
 
-from lightning_lengthpool.data.pools.pool import ClassFn, PoolSettings
+from lightning_lengthpool.ordering.settings import ClassFn, PoolSettings
 
 _FAILED = object()
 

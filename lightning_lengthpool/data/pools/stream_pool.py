@@ -15,9 +15,10 @@ from megatron.energon.wrappers.base import get_sample_restore_key
 from lightning_lengthpool.data.pools.arrivals import Arrivals, Replay
 from lightning_lengthpool.data.pools.measure import Measured, Measurer
 from lightning_lengthpool.data.pools.plain_state import from_plain, to_plain
-from lightning_lengthpool.data.pools.pool import Entry, PoolSettings, Slot, rewind
+from lightning_lengthpool.data.pools.pool import Entry, Slot, rewind
 from lightning_lengthpool.ordering.length import get_field
-from lightning_lengthpool.ordering.sorted_pool import HISTORY, SNAPSHOT_SAMPLES, Block, SortedPool
+from lightning_lengthpool.ordering.settings import PoolSettings
+from lightning_lengthpool.ordering.sorted_pool import SNAPSHOT_SAMPLES, Block, SortedPool
 
 _TOO_MANY = 1000  # samples in a row that are left out: an endless stream of them would be read for ever
 
@@ -34,7 +35,6 @@ class StreamPool:
     Args:
         dataset: The stream; `restore_sample` re-reads one of its samples by key.
         settings: The pool.
-        batch_size: Samples of a batch; with a budget, at most; None only with a budget.
         failure_tolerance: See `measure.Measurer`.
     """
 
@@ -42,16 +42,11 @@ class StreamPool:
         self,
         dataset: SavableDataset,
         settings: PoolSettings,
-        batch_size: int | None,
         failure_tolerance: int | None = 100,
     ) -> None:
         self.dataset = dataset
         self.settings = settings
         self._measure = Measurer(settings, dataset.worker_config, failure_tolerance)
-        self.batch_size = batch_size
-        self.pool_size = settings.pool_size
-        if batch_size is not None and settings.max_tokens is None:
-            self.pool_size -= self.pool_size % batch_size  # blocks of one size are each as likely to leave
         self._warned = False
         self.arrivals = Arrivals()
         self.reset()
@@ -59,7 +54,7 @@ class StreamPool:
     def reset(self) -> None:
         self.arrivals.reset()
         self.differences: list[str] = []
-        self._sorted = self._new_sorted(0)
+        self._sorted = SortedPool(self.settings)
         self._held: dict[int, _Held] = {}
         self._next_number = 0
         self._slots = 0
@@ -72,24 +67,11 @@ class StreamPool:
         self.warning: str | None = None
         self._pending: dict[str, Any] | None = None  # a place that is to be restored
 
-    def _new_sorted(self, worker: int) -> SortedPool:
-        settings = self.settings
-        return SortedPool(
-            seed=settings.seed,
-            worker=worker,
-            batch_size=self.batch_size,
-            budget=settings.max_tokens,
-            is_padded=settings.cost is None or settings.cost.is_padded,
-            reference=settings.reference,
-            history=HISTORY * self.pool_size,
-            shares=settings.class_shares,
-        )
-
     # ---- handing out
 
     def take_slot(self, upstream: Iterator[Any]) -> Slot | None:
         self._fill(upstream)
-        if self.snapshot is None or self._arrived >= max(self.pool_size, SNAPSHOT_SAMPLES):
+        if self.snapshot is None or self._arrived >= max(self.settings.capacity, SNAPSHOT_SAMPLES):
             self._take_snapshot()
         if not len(self._sorted):
             return None
@@ -117,7 +99,7 @@ class StreamPool:
         return [Entry(one.sample, one.length) for one in held]
 
     def _fill(self, upstream: Iterator[Any]) -> None:
-        while len(self._sorted) < self.pool_size and not self._ended:
+        while len(self._sorted) < self.settings.capacity and not self._ended:
             try:
                 sample = next(upstream)
             except StopIteration:
@@ -221,7 +203,9 @@ class StreamPool:
         self.differences = replay.differences
         if lost or worker != self._sorted.worker:  # in a run of another shape
             self._sorted.worker = worker
-            self._arrived = max(self.pool_size, SNAPSHOT_SAMPLES)  # what follows is no replay: a new snapshot is due
+            self._arrived = max(
+                self.settings.capacity, SNAPSHOT_SAMPLES
+            )  # what follows is no replay: a new snapshot is due
         return upstream
 
     def _replay(self, upstream: Iterator[Any], place: dict[str, Any]) -> None:
@@ -231,7 +215,7 @@ class StreamPool:
         self._slots, self._dropped, self._again = snapshot["slots"], snapshot["dropped"], dict(place["again"])
         self._failed = set(place["failed"])
         self.arrivals.restore(snapshot["arrivals"])
-        self._sorted = self._new_sorted(snapshot["worker"])
+        self._sorted = SortedPool(self.settings, snapshot["worker"])
         classes = snapshot["classes"] or [None] * len(snapshot["keys"])
         self._held = {number: _Held(None, key, 0.0) for number, key in enumerate(from_plain(snapshot["keys"]))}
         self._next_number = len(self._held)
@@ -257,7 +241,7 @@ class StreamPool:
                 else:
                     self._held[number] = _Held(again[0], held.key, again[1].length)
         if lost:
-            before, self._sorted = self._sorted, self._new_sorted(self._sorted.worker)
+            before, self._sorted = self._sorted, SortedPool(self.settings, self._sorted.worker)
             for number in lost:
                 del self._held[number]
             self._sorted.restore((item for item in before.items() if item[0] in self._held), before.history())

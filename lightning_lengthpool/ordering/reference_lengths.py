@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_lengthpool.cost_models import CostModel
-from lightning_lengthpool.data.pools.pool import ClassFn, PoolSettings
+from lightning_lengthpool.ordering.cost_model import CostModel
 from lightning_lengthpool.ordering.lengths_file import read_lengths
 from lightning_lengthpool.ordering.order import batch_shares
-from lightning_lengthpool.ordering.sorted_pool import Array, Reference
+from lightning_lengthpool.ordering.reference_costs import Array, ReferenceCosts
+from lightning_lengthpool.ordering.settings import ClassFn, PoolSettings
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ReferenceLengths:
     def __str__(self) -> str:
         return f"{sum(map(len, self.lengths.values()))} lengths ({self.digest})"
 
-    def costs(self, model: CostModel | None, *, by_class: bool) -> Reference:
+    def costs(self, model: CostModel | None, *, by_class: bool) -> ReferenceCosts:
         """What samples of these lengths cost.
 
         Args:
@@ -63,9 +63,9 @@ class ReferenceLengths:
             )
         grouped = dict(self.lengths) if by_class else {None: np.concatenate([*self.lengths.values()])}
         if model is None:
-            return Reference(grouped)
+            return ReferenceCosts(grouped)
         try:
-            return Reference({kind: _priced(own, model) for kind, own in grouped.items()})
+            return ReferenceCosts({kind: _priced(own, model) for kind, own in grouped.items()})
         except ValueError as error:
             raise ValueError(
                 f"reference_lengths is {self.path!r}, whose lengths have no cost by {model!r}: {error} Leave "
@@ -89,9 +89,7 @@ def read_reference_lengths(path: str | Path) -> ReferenceLengths:
     return ReferenceLengths(str(path), read_lengths(path, "reference_lengths").by_class())
 
 
-def with_reference(
-    settings: PoolSettings, file: ReferenceLengths | None, class_fn: ClassFn | None, batch_size: int | None
-) -> PoolSettings:
+def with_reference(settings: PoolSettings, file: ReferenceLengths | None, class_fn: ClassFn | None) -> PoolSettings:
     """Add to a pool's settings what stands in the file.
 
     Args:
@@ -99,7 +97,6 @@ def with_reference(
         file: None without a file.
         class_fn: Names a sample's class; None for no classes. Without `class_shares` they are the file's: of its
             samples, or with a token budget of the batches that these make.
-        batch_size: Samples of a batch; with a budget, at most.
 
     Raises:
         ValueError: If the file's classes are not those of `class_shares`, and as `ReferenceLengths.costs`.
@@ -116,11 +113,11 @@ def with_reference(
                     f"all lengths{whose} in reference_lengths {file.path!r} cost more than max_tokens "
                     f"({settings.max_tokens:g}), and over_budget is 'drop': nothing would be left of them"
                 )
-        reference = Reference(fitting)
+        reference = ReferenceCosts(fitting)
     shares = settings.class_shares
     if class_fn is not None:
         if shares is None:
-            held = {kind: _batches(costs, settings, batch_size) for kind, costs in reference.costs.items()}
+            held = {kind: _batches(costs, settings) for kind, costs in reference.costs.items()}
             shares = {str(kind): batches / sum(held.values()) for kind, batches in held.items()}
         if set(shares) != set(reference.costs):
             raise ValueError(
@@ -130,20 +127,19 @@ def with_reference(
     return replace(settings, reference=reference, class_fn=class_fn, class_shares=shares)
 
 
-def _batches(costs: Array, settings: PoolSettings, batch_size: int | None) -> float:
-    return float(len(costs)) if settings.max_tokens is None else batches_of(costs, settings, batch_size) * len(costs)
+def _batches(costs: Array, settings: PoolSettings) -> float:
+    return float(len(costs)) if settings.max_tokens is None else batches_of(costs, settings) * len(costs)
 
 
-def batches_of(costs: Array, settings: PoolSettings, batch_size: int | None) -> float:
+def batches_of(costs: Array, settings: PoolSettings) -> float:
     """About how many batches a sample makes on average, with a token budget.
 
     Args:
         costs: Of samples, shape `[samples]`, at least one.
         settings: The pool, with a budget.
-        batch_size: Samples of a batch at most; None for no limit.
     """
     assert settings.max_tokens is not None
-    shares = batch_shares(np.asarray(costs, dtype=np.float64), settings.max_tokens, batch_size)
+    shares = batch_shares(np.asarray(costs, dtype=np.float64), settings.max_tokens, settings.batch_size)
     if settings.over_budget == "drop":
         shares = np.where(np.asarray(costs) > settings.max_tokens, 0.0, shares)
     return float(shares.mean())

@@ -1,0 +1,295 @@
+"""What makes a pool: one frozen dataclass, in which every rule about its settings stands once.
+
+The data module builds it from its flat signature; pools, simulation and advisor take it as it is.
+"""
+
+import math
+import numbers
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from lightning_lengthpool.ordering.cost_model import CostModel, sample_cost
+from lightning_lengthpool.ordering.length import LengthFn, sample_length
+from lightning_lengthpool.ordering.reference_costs import ReferenceCosts
+
+POLICIES = ("none", "pool", "blocks", "stream")
+OVER_BUDGET = ("error", "alone", "drop")
+GOOD_SIZE = "10 to 100 times batch_size is a good start."
+ClassFn = Callable[[Any], str]
+
+
+class Size(NamedTuple):
+    """A sample's length in tokens, and its cost."""
+
+    length: float
+    cost: float
+
+
+@dataclass(frozen=True)
+class PoolWarmup:
+    """The first pools are small, so that the first batch comes soon; each is larger than the one before.
+
+    Args:
+        initial: Samples of the first pool, at least 1 and at most pool_size; with policy 'blocks' at least batch_size.
+        flushes: Pools until one has pool_size samples: pool `i` has `initial + (pool_size - initial) * i // flushes`.
+
+    Raises:
+        ValueError: If a number is no integer or less than 1.
+    """
+
+    initial: int
+    flushes: int
+
+    def __post_init__(self) -> None:
+        for name in ("initial", "flushes"):
+            value = check_integer(f"pool_warmup.{name}", getattr(self, name), minimum=1)
+            object.__setattr__(self, name, value)
+
+
+@dataclass(frozen=True)
+class PoolSettings:
+    """What makes a pool and its batches: the same on all ranks and workers.
+
+    Args:
+        batch_size: Samples of a batch; with `max_tokens` at most. None only with `max_tokens`, or where a sample is a
+            batch (packs).
+        pool_size: Samples that one worker of one rank holds to choose from; 0 switches the pool off.
+        policy: How samples leave the pool, one of `POLICIES`.
+        seed: Seed of the random sequence that all ranks share.
+        length_fn: Takes an encoded sample and gives its length; None takes `total_len`, else `len(tokens)`,
+            else `len(input_ids)`.
+        cost: What samples cost, by which they are sorted; None takes the length, and a batch then costs its padded
+            tokens.
+        warmup: How the first pools grow; None for pools of one size. Only for policies that hand out whole pools.
+        max_tokens: What a batch's samples may cost together, None for `batch_size` samples a batch. A sample that costs
+            nothing counts one token. Like all that follows only for policy 'stream'.
+        over_budget: What happens to a sample that alone costs more: 'error', 'alone' (a batch of its own) or 'drop'.
+        reference: Costs that all ranks aim at; None for none.
+        class_fn: Takes an encoded sample and names its class; a batch then holds one class. None for no classes.
+        class_shares: Share of the batches that each class has, adding up to 1; needed with `class_fn`.
+
+    Raises:
+        ValueError: If a setting is out of its range or goes with another policy; the message names it, its value and
+            what was expected.
+    """
+
+    batch_size: int | None = 1
+    pool_size: int = 1000
+    policy: str = "pool"
+    seed: int = 42
+    length_fn: LengthFn | None = None
+    cost: CostModel | None = None
+    warmup: PoolWarmup | None = None
+    max_tokens: float | None = None
+    over_budget: str = "error"
+    reference: ReferenceCosts | None = None
+    class_fn: ClassFn | None = None
+    class_shares: Mapping[Hashable, float] | None = None
+
+    def __post_init__(self) -> None:
+        # a NumPy integer is none for `random`
+        pool_size = check_integer("pool_size", self.pool_size, minimum=0, hint="0 switches the pool off")
+        object.__setattr__(self, "pool_size", pool_size)
+        object.__setattr__(self, "seed", check_integer("seed", self.seed))
+        if self.batch_size is not None:
+            object.__setattr__(self, "batch_size", check_integer("batch_size", self.batch_size, minimum=1))
+        check_one_of("policy", self.policy, POLICIES)
+        check_one_of("over_budget", self.over_budget, OVER_BUDGET)
+        for name, takes in (("length_fn", "gives its length"), ("class_fn", "names its class")):
+            function = getattr(self, name)
+            if function is not None and not callable(function):
+                expected = f"a callable that takes an encoded sample and {takes}"
+                raise ValueError(f"{name} is {function!r}, expected {expected}")
+        if self.cost is not None and not isinstance(self.cost, CostModel):
+            raise ValueError(f"cost is {self.cost!r}, expected a cost model, e.g. cost_models.QuadraticCost")
+        if self.max_tokens is not None:
+            check_positive("max_tokens", self.max_tokens)
+        for name, setting in (("reference_lengths", "reference"), *((same, same) for same in _STREAM_ONLY)):
+            self._require_stream(name, getattr(self, setting))
+        if self.over_budget != "error" and self.max_tokens is None:
+            raise ValueError(f"over_budget is {self.over_budget!r}, but there is no max_tokens to be over. Set it.")
+        if self.class_fn is not None and self.class_shares is None:
+            raise ValueError("class_fn and class_shares go together: set both, or neither")
+        if self.class_shares is not None:
+            _check_shares(self.class_shares)
+            # in one order on all ranks, whatever the order in which they were written down
+            object.__setattr__(self, "class_shares", dict(sorted(self.class_shares.items(), key=_by_name)))
+        self._check_warmup()
+        self._check_batch_comes_from_one_pool()
+
+    def __hash__(self) -> int:
+        return hash((self.batch_size, self.pool_size, self.policy, self.seed, self.max_tokens))
+
+    # ---- what follows from the settings
+
+    @property
+    def is_off(self) -> bool:
+        """Whether samples leave as they come."""
+        return self.policy == "none" or not self.pool_size
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the pool stays full, and each slot takes a block of it."""
+        return self.policy == "stream" and not self.is_off
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether a batch costs its samples times the most expensive of them; else the sum of their costs."""
+        return self.cost is None or self.cost.is_padded
+
+    @property
+    def slot_size(self) -> int:
+        """Samples of a slot: `batch_size`, or 1 where a sample is a batch. With `max_tokens` there is no such number.
+
+        Example:
+            >>> PoolSettings(batch_size=None).slot_size
+            1
+        """
+        return self.batch_size or 1
+
+    @property
+    def capacity(self) -> int:
+        """Samples of a full pool: `pool_size`, rounded down to whole batches where a batch comes from one pool.
+
+        Example:
+            >>> PoolSettings(batch_size=3, pool_size=10, policy="blocks").capacity
+            9
+        """
+        if self.is_off:
+            return 1
+        return self.pool_size // self._granularity * self._granularity
+
+    def size_of_pool(self, pool: int) -> int:
+        """Samples of one of the pools that leave as a whole, by its 0-based number in its worker's stream.
+
+        Example:
+            >>> settings = PoolSettings(pool_size=10, warmup=PoolWarmup(initial=4, flushes=2))
+            >>> [settings.size_of_pool(pool) for pool in range(4)]
+            [4, 7, 10, 10]
+        """
+        warmup = self.warmup
+        if self.is_off or warmup is None or pool >= warmup.flushes:
+            return self.capacity
+        size = warmup.initial + (self.pool_size - warmup.initial) * pool // warmup.flushes
+        return size // self._granularity * self._granularity
+
+    def samples_of_pools(self, pools: range) -> int:
+        """Samples of several such pools in a row."""
+        growing = 0 if self.warmup is None else self.warmup.flushes
+        first = range(pools.start, max(pools.start, min(pools.stop, growing)))
+        return sum(map(self.size_of_pool, first)) + (len(pools) - len(first)) * self.capacity
+
+    @property
+    def _granularity(self) -> int:
+        """Of what number of samples a pool holds a multiple."""
+        needs_whole_batches = self.policy == "blocks" or (self.is_stream and self.max_tokens is None)
+        return self.slot_size if needs_whole_batches else 1
+
+    # ---- what a sample is to the pool
+
+    def measure(self, sample: Any) -> Size:
+        """A sample's length and cost.
+
+        Raises:
+            ValueError: If one of them is not a finite number of at least 0; the message names the sample's key.
+        """
+        length = self.length_of(sample)
+        return Size(length, self.cost_of(sample, length))
+
+    def length_of(self, sample: Any) -> float:
+        """A sample's length in tokens, see `length.sample_length`."""
+        return sample_length(sample, self.length_fn)
+
+    def cost_of(self, sample: Any, length: float) -> float:
+        """What a sample of a known length costs, see `cost_model.sample_cost`."""
+        return length if self.cost is None else sample_cost(sample, length, self.cost)
+
+    def __str__(self) -> str:
+        set_to = {name: value for name, value in vars(self).items() if value is not None and name != "reference"}
+        return f"PoolSettings({', '.join(f'{name}={value!r}' for name, value in set_to.items())})"
+
+    # ---- which setting goes with which
+
+    def _require_stream(self, name: str, value: Any) -> None:
+        if value is not None:
+            require_stream(self.policy, self.pool_size, name, "set" if name == "reference_lengths" else repr(value))
+
+    def _check_warmup(self) -> None:
+        if self.warmup is None:
+            return
+        if not isinstance(self.warmup, PoolWarmup):
+            raise ValueError(f"pool_warmup is {self.warmup!r}, expected PoolWarmup(initial=..., flushes=...)")
+        if self.policy not in ("pool", "blocks") or self.warmup.initial > self.pool_size:
+            raise ValueError(
+                f"pool_warmup is {self.warmup} with policy {self.policy!r} and pool_size {self.pool_size}: it is for "
+                "policies 'pool' and 'blocks', which hand out whole pools, and initial is at most pool_size"
+            )
+
+    def _check_batch_comes_from_one_pool(self) -> None:
+        if self.policy not in ("blocks", "stream") or self.is_off or self.batch_size is None:
+            return
+        sizes = {"pool_size": self.pool_size}
+        if self.warmup is not None:
+            sizes["pool_warmup.initial"] = self.warmup.initial
+        for name, value in sizes.items():
+            if value < self.batch_size:
+                raise ValueError(
+                    f"{name} is {value}, less than batch_size {self.batch_size}, and with policy {self.policy!r} a "
+                    f"batch comes from one pool. {GOOD_SIZE}"
+                )
+
+
+_STREAM_ONLY = ("max_tokens", "class_fn", "class_shares")
+
+
+def require_stream(policy: str, pool_size: int, name: str, shown: str = "set") -> None:
+    """Raise a `ValueError` that names an option which needs policy 'stream', if the policy is another one."""
+    if policy == "stream" and pool_size:
+        return
+    why = (
+        "batches of as many samples as fit would be of other numbers on each rank, and a pool that is handed out as a "
+        "whole would take unequal numbers of steps"
+        if name == "max_tokens"
+        else "only there a batch is chosen anew at each step"
+    )
+    raise ValueError(
+        f"{name} is {shown} with policy {policy!r} and pool_size {pool_size}, expected policy 'stream' with a pool: "
+        f"{why}. Set policy to 'stream', or leave {name} out."
+    )
+
+
+def check_integer(name: str, value: Any, *, minimum: int | None = None, hint: str = "") -> int:
+    """Return `value` as an int; raise a `ValueError` that names the setting if it is no integer or below `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or (minimum is not None and value < minimum):
+        bound = "" if minimum is None else f" of at least {minimum}"
+        raise ValueError(f"{name} is {value!r}, expected an integer{bound}" + (f" ({hint})" if hint else ""))
+    return int(value)
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raise a `ValueError` that names the setting if it is no finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value!r}, expected a finite number above 0")
+
+
+def check_one_of(name: str, value: Any, expected: tuple[str, ...]) -> None:
+    """Raise a `ValueError` that names the setting and lists what is expected, if its value is something else."""
+    if value not in expected:
+        raise ValueError(f"{name} is {value!r}, expected one of: {', '.join(expected)}")
+
+
+def _check_shares(shares: Mapping[Hashable, float]) -> None:
+    if not isinstance(shares, Mapping) or not shares or not all(isinstance(name, (str, int)) for name in shares):
+        raise ValueError(f"class_shares is {shares!r}, expected the share of each class by its name")
+    for name, share in shares.items():
+        check_positive(f"class_shares[{name!r}]", share)
+    if abs(math.fsum(shares.values()) - 1) > 1e-6:
+        raise ValueError(
+            f"class_shares is {dict(shares)}, which adds up to {math.fsum(shares.values()):g}: the shares of all "
+            "batches must add up to 1"
+        )
+
+
+def _by_name(item: tuple[Any, float]) -> Any:
+    return item[0]
