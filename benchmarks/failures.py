@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_lengthpool.data.pools.dataset import LengthPoolDataset
-from lightning_lengthpool.data.pools.pool import PoolSettings
+from lightning_lengthpool.ordering.settings import PoolSettings
 
 CONFIG = WorkerConfig(rank=0, world_size=1, num_workers=0)
 

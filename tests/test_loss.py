@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers.ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from helpers.ranks import run_ranks
 from lightning_lengthpool.loss import token_share
 
 # lengths of the samples of each rank's first and second micro-batch
@@ -159,8 +159,7 @@ STEPS = 6
 
 def fit_with_the_monitor(root: Path) -> list[float]:
     """Runs on each of two ranks, of which rank 1 is slow; returns its shares."""
-    from test_monitor import Loader, Model, trainer
-
+    from helpers.monitored import Loader, Model, trainer
     from lightning_lengthpool.monitor.callback import SyncMonitor
 
     shares = []

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.ranks import run_ranks
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
+from helpers.ranks import run_ranks
 from lightning_lengthpool.metrics import IdleFraction, PaddingFraction, RankSpread, UsefulFraction
 from lightning_lengthpool.ordering import efficiency
 

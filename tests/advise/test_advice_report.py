@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from test_advisor import OFF, POOL, short_simulations, surveyed
 
+from helpers.advising import OFF, POOL, short_simulations, surveyed
 from lightning_lengthpool.advise.advice import Advice
 from lightning_lengthpool.advise.advisor import advise
 from lightning_lengthpool.advise.output import WIDTH, print_advice

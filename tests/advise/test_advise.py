@@ -16,9 +16,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
-from conftest import LengthEncoder
 from lightning.pytorch.demos.boring_classes import BoringModel
 
+from helpers.datasets import LengthEncoder
 from lightning_lengthpool import LengthPoolDataModule
 from lightning_lengthpool.advise import command
 from lightning_lengthpool.advise.command import advise_config
@@ -501,7 +501,7 @@ def test_the_workers_of_a_runs_ranks(
 
 SLOW = """
 import time
-from conftest import LengthEncoder, LengthSample
+from helpers.datasets import LengthEncoder, LengthSample
 from megatron.energon import stateless
 
 class Slow(LengthEncoder):

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import LengthEncoder, LengthSample, write_dataset, write_metadataset
 from megatron.energon import Sample, SkipSample, TextSample, WorkerConfig, edataclass, stateless
 
+from helpers.datasets import LengthEncoder, LengthSample, write_dataset, write_metadataset
 from lightning_lengthpool import LengthPoolDataModule
 from lightning_lengthpool.advise.scan import scan as survey_module
 from lightning_lengthpool.advise.scan.sample_bytes import Scales, bytes_of

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import write_dataset, write_metadataset
 from megatron.energon import TextSample
 from megatron.energon.epathlib import EPath
 from megatron.energon.flavors.jsonl.crude_jsonl_dataset import CrudeJsonlDatasetFactory
 from megatron.energon.metadataset.loader import prepare_metadataset
 
+from helpers.datasets import write_dataset, write_metadataset
 from lightning_lengthpool.data.reading import data_identity
 from lightning_lengthpool.data.reading.data_identity import check_same_data, describe_data
 from lightning_lengthpool.data.reading.splits import split_size

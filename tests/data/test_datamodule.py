@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,61 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LengthEncoder, LengthSample, write_dataset, write_metadataset
-from helpers.ranks import run_ranks
-from lightning.pytorch import LightningModule, Trainer
 from megatron.energon import DefaultTaskEncoder, SkipSample, TextSample, WorkerConfig, stateless
-from torchmetrics import MeanMetric
 
+from helpers.datasets import LengthEncoder, LengthSample, write_dataset, write_metadataset
+from helpers.ranks import run_ranks
+from helpers.training import LENGTHS, Recorder, data, trainer
 from lightning_lengthpool import LengthPoolDataModule, SyncMonitor
 from lightning_lengthpool.classes import packed_class
 from lightning_lengthpool.cli import parse_config
 from lightning_lengthpool.cost_models import PackedCost, QuadraticCost
-from lightning_lengthpool.data.pools.pool import PoolWarmup
+from lightning_lengthpool.ordering.settings import PoolWarmup
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-RNG = random.Random(1)
-LENGTHS = [int(RNG.lognormvariate(5, 1)) for _ in range(120)]
-
-
-class Recorder(LightningModule):
-    """Trains nothing; remembers the keys that it got."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        # Lightning's own mean over ranks divides integer weights and cuts the remainder off; this one is exact.
-        self.val_length = MeanMetric().set_dtype(torch.float64)
-        self.train_keys: list[list[str]] = []
-        self.val_runs: list[list[str]] = []
-        self.repeats = 0
-
-    def training_step(self, batch: dict) -> torch.Tensor:
-        self.train_keys.append(batch["keys"])
-        return self.weight * 1.0
-
-    def on_validation_epoch_start(self) -> None:
-        self.val_runs.append([])
-
-    def validation_step(self, batch: dict, batch_idx: int) -> None:
-        repeat = self.trainer.datamodule.is_repeat(batch_idx)
-        self.repeats += repeat
-        self.val_runs[-1] += [] if repeat else batch["keys"]
-        if not repeat:
-            self.val_length.update(torch.tensor(batch["lengths"], dtype=torch.float64))
-        self.log("val_length", self.val_length)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
-def trainer(folder: Path, **kwargs: Any) -> Trainer:
-    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-    return Trainer(accelerator="cpu", default_root_dir=folder, **({"devices": 1} | quiet | kwargs))
-
-
-def data(path: Path, batch_size: int | None = 2, **kwargs: Any) -> LengthPoolDataModule:
-    return LengthPoolDataModule(path, LengthEncoder(), batch_size, **({"pool_size": 20, "num_workers": 0} | kwargs))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -1,87 +1,30 @@
 """The pool as an energon wrapper, many ranks in one process."""
 
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import LengthEncoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.energon import (
-    SavableDataset,
     SkipSample,
     WorkerConfig,
     get_savable_loader,
     get_train_dataset,
     stateless,
 )
-from test_order import reference_stream
-from test_stream import blocks, parity
 
+from helpers.datasets import LengthEncoder
+from helpers.orders import reference_stream
+from helpers.pools import CONFIG, batches, blocks, keys, lognormal, parity, pooled
 from lightning_lengthpool.data.loaders import TrainLoader
-from lightning_lengthpool.data.pools.dataset import LengthPoolDataset, PooledBatch
-from lightning_lengthpool.data.pools.pool import PoolSettings
+from lightning_lengthpool.data.pools.dataset import LengthPoolDataset
 from lightning_lengthpool.data.task_encoder import length_pool
 from lightning_lengthpool.ordering.order import order_blocks, stream_draw
+from lightning_lengthpool.ordering.settings import PoolSettings
 from lightning_lengthpool.ordering.sorted_pool import HISTORY, Reference
-
-CONFIG = WorkerConfig(rank=0, world_size=1, num_workers=0)
-
-
-class Stream(SavableDataset):
-    """A finite stream of dicts with the given lengths, keyed by their positions."""
-
-    def __init__(self, lengths: list[int]) -> None:
-        super().__init__(worker_config=CONFIG)
-        self.lengths = lengths
-        self.read = 0
-
-    def __iter__(self) -> Iterator[dict]:
-        for self.read, length in enumerate(self.lengths, start=1):  # noqa: B020 - counts what was read
-            yield {"__key__": str(self.read - 1), "total_len": length}
-
-    def len_worker(self, worker_idx: int | None = None) -> int:
-        return len(self.lengths)
-
-    def worker_has_samples(self) -> bool:
-        return bool(self.lengths)
-
-    def reset_state_own(self) -> None: ...
-
-    def config(self) -> dict:
-        return {}
-
-
-def pooled(lengths: list[int], *, batch_size: int = 1, **settings: Any) -> LengthPoolDataset:
-    functions = {name: settings.pop(name) for name in ("batch", "postencode") if name in settings}
-    return LengthPoolDataset(
-        Stream(lengths),
-        batch_size=batch_size,
-        settings=PoolSettings(**settings),
-        worker_config=CONFIG,
-        **{"batch": list, **functions},
-    )
-
-
-def batches(dataset: LengthPoolDataset) -> list[PooledBatch]:
-    CONFIG.worker_activate(0)
-    try:
-        return list(dataset)
-    finally:
-        CONFIG.worker_deactivate()
-
-
-def keys(dataset: LengthPoolDataset) -> list[int]:
-    return [int(key) for batch in batches(dataset) for key in batch.__key__]
-
-
-def lognormal(samples: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [int(rng.lognormvariate(6, 1)) for _ in range(samples)]
-
 
 # ---- order
 

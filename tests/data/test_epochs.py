@@ -9,7 +9,8 @@ import pytest
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.tuner import Tuner
-from test_datamodule import LENGTHS, Recorder, data, trainer
+
+from helpers.training import LENGTHS, Recorder, data, trainer
 
 EPOCH = 10
 

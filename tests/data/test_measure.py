@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import LengthEncoder, LengthSample
 from megatron.energon import SkipSample, stateless
-from test_dataset import batches, keys, lognormal, pooled
-from test_resume import LENGTHS, NoisySample, check_resume, module, through_a_file
 
+from helpers.datasets import LengthEncoder, LengthSample
+from helpers.pools import batches, keys, lognormal, pooled
+from helpers.resuming import LENGTHS, NoisySample, check_resume, module, through_a_file
 from lightning_lengthpool import LengthPoolDataModule
 from lightning_lengthpool.cost_models import CostModel
 

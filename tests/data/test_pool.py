@@ -3,13 +3,13 @@
 from typing import Any
 
 import pytest
-from test_dataset import CONFIG, Stream, batches, lognormal, pooled
 
+from helpers.pools import CONFIG, Stream, batches, lognormal, pooled
 from lightning_lengthpool.cost_models import CostModel, QuadraticCost
 from lightning_lengthpool.data.pools.flush_pool import FlushPool
-from lightning_lengthpool.data.pools.pool import PoolSettings, PoolWarmup
 from lightning_lengthpool.ordering.order import get_policy
 from lightning_lengthpool.ordering.reference_lengths import read_reference_lengths, with_reference
+from lightning_lengthpool.ordering.settings import PoolSettings, PoolWarmup
 from lightning_lengthpool.ordering.sorted_pool import Reference
 
 

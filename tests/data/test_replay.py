@@ -1,16 +1,16 @@
 """A resumed run that meets other samples than were recorded says so, or refuses."""
 
 import random
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import LengthEncoder, LengthSample
 from megatron.energon import DefaultTaskEncoder, SkipSample, TextSample, stateless
-from test_resume import LENGTHS, through_a_file
 
+from helpers.datasets import LengthEncoder, LengthSample
+from helpers.pools import take
+from helpers.resuming import LENGTHS
 from lightning_lengthpool import LengthPoolDataModule
 
 DIFFERENT = "the data do not go on exactly; rank 0, worker 0: "
@@ -32,27 +32,6 @@ class Flaky(LengthEncoder):
         if self.read == self.fails_at or sample.__key__ == self.bad_key:
             raise OSError("planted")
         return super().encode_sample(sample)
-
-
-def take(
-    path: Path, encoder: Any, batches: int, state: dict[str, Any] | None = None, **settings: Any
-) -> tuple[list[list[str]], dict[str, Any], list[str]]:
-    """Take some batches; returns their keys, the state after them, and what was warned of."""
-    defaults = {"pool_size": 12, "num_workers": 0, "virtual_epoch_length": 1000}
-    module = LengthPoolDataModule(path, encoder, 2, **(defaults | settings))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        module.load_state_dict(state or {})
-        keys = []
-        try:
-            for batch in module.train_dataloader():
-                keys.append(batch["keys"])
-                if len(keys) == batches:
-                    break
-            state = through_a_file(module.state_dict())
-        finally:
-            module.teardown("fit")
-    return keys, state, [str(one.message) for one in caught if "the data " in str(one.message)]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

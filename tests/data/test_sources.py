@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import LengthEncoder, LengthSample
-from helpers.ranks import run_ranks
 from megatron.energon import Cooker, SkipSample, TextSample, WorkerConfig, basic_sample_keys, stateless
 from megatron.energon.flavors.jsonl.crude_jsonl_dataset import CrudeJsonlDatasetFactory
-from test_datamodule import LENGTHS, Recorder, data, trainer
-from test_replay import take
 
+from helpers.datasets import LengthEncoder, LengthSample
+from helpers.pools import take
+from helpers.ranks import run_ranks
+from helpers.training import LENGTHS, Recorder, data, trainer
 from lightning_lengthpool import LengthPoolDataModule
 from lightning_lengthpool.advise.scan.scan import survey
 

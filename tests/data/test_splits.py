@@ -3,12 +3,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import LengthEncoder, write_dataset, write_metadataset
 from megatron.energon import WorkerConfig
 from megatron.energon.flavors.jsonl.crude_jsonl_dataset import CrudeJsonlDatasetFactory
 
+from helpers.datasets import LengthEncoder, write_dataset, write_metadataset
 from lightning_lengthpool import LengthPoolDataModule
-from lightning_lengthpool.data.pools.pool import PoolSettings
 from lightning_lengthpool.data.reading.splits import (
     NoSplitError,
     require_samples,
@@ -16,6 +15,7 @@ from lightning_lengthpool.data.reading.splits import (
     worker_samples,
     workers_with_samples,
 )
+from lightning_lengthpool.ordering.settings import PoolSettings
 
 
 def test_the_samples_of_a_split_are_counted_over_all_shards(dataset: Callable[..., Path]) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import LengthEncoder, LengthSample
 from megatron.energon import (
     Cooker,
     CrudeSample,
@@ -20,11 +19,12 @@ from megatron.energon import (
     stateless,
 )
 from megatron.energon.wrappers import BatchDataset, MapDataset
-from test_order import reference_stream
 
+from helpers.datasets import LengthEncoder, LengthSample
+from helpers.orders import reference_stream
 from lightning_lengthpool.data.loaders import TrainLoader
-from lightning_lengthpool.data.pools.pool import PoolSettings
 from lightning_lengthpool.data.task_encoder import check_encoder, length_pool, require_length_pool, warn_not_stateless
+from lightning_lengthpool.ordering.settings import PoolSettings
 
 ENERGONS = TaskEncoder.build_batch
 LENGTHS = [(7 * i * i + 3 * i) % 101 + 1 for i in range(60)]

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.ranks import run_ranks
-from test_datamodule import LENGTHS, data
-from test_resume import through_a_file
 
+from helpers.ranks import run_ranks
+from helpers.resuming import through_a_file
+from helpers.training import LENGTHS, data
 from lightning_lengthpool.data.resume import checkpoint
 
 VAL = range(1, 14)

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import LengthEncoder, LengthSample
-from helpers.ranks import run_ranks
 from megatron.energon import TextSample, stateless
-from test_datamodule import LENGTHS, data
 
+from helpers.datasets import LengthEncoder, LengthSample
+from helpers.ranks import run_ranks
+from helpers.training import LENGTHS, data
 from lightning_lengthpool import LengthPoolDataModule
 from lightning_lengthpool.advise.scan.scan import survey
 

@@ -3,11 +3,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.ranks import run_ranks
 from lightning.pytorch import LightningDataModule, Trainer, seed_everything
 from megatron.energon import OCRSample
 from torch.utils.data import DataLoader
 
+from helpers.ranks import run_ranks
 from lightning_lengthpool.demo.build import render
 from lightning_lengthpool.demo.model import OcrModel
 from lightning_lengthpool.demo.task_encoder import IGNORED, OcrBatch, OcrTaskEncoder

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.ranks import run_ranks
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
-from test_monitor import Record, SlowBackward
 from torch import Tensor, nn
 
+from helpers.monitored import Record, SlowBackward
+from helpers.ranks import run_ranks
 from lightning_lengthpool.monitor.callback import SyncMonitor
 from lightning_lengthpool.runs.causes import CauseTracker
 from lightning_lengthpool.runs.steps_file import read_steps

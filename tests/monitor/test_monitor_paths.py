@@ -16,15 +16,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.ranks import run_ranks
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from test_monitor import Loader, SlowBackward, trainer
 from torch import Tensor, nn
 from torch.distributed._composable.fsdp import fully_shard
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.utils.checkpoint import checkpoint
 
+from helpers.monitored import Loader, SlowBackward, trainer
+from helpers.ranks import run_ranks
 from lightning_lengthpool.monitor.callback import SyncMonitor
 from lightning_lengthpool.ordering import efficiency
 from lightning_lengthpool.runs.records import by_step

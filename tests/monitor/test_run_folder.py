@@ -16,8 +16,8 @@ import pytest
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
-from test_monitor import Loader, Model, trainer
 
+from helpers.monitored import Loader, Model, trainer
 from lightning_lengthpool.monitor.callback import SyncMonitor
 from lightning_lengthpool.monitor.run_folder import base_folder
 from lightning_lengthpool.runs.run import find_steps

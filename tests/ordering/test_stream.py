@@ -1,39 +1,23 @@
 """The pool of policy `stream` on numbers alone. Its golden lists are a contract as those in `test_order.py` are."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_order import GOLDEN_LENGTHS
 
+from helpers.orders import GOLDEN_LENGTHS
+from helpers.pools import blocks, parity
 from lightning_lengthpool.ordering.efficiency import idle_fraction
 from lightning_lengthpool.ordering.order import stream_draw
-from lightning_lengthpool.ordering.sorted_pool import Block, Reference, SortedPool
+from lightning_lengthpool.ordering.sorted_pool import Reference, SortedPool
 
 LENGTHS = [*GOLDEN_LENGTHS, *(2 * length + 1 for length in GOLDEN_LENGTHS)]
 SHARES = {"even": 0.5, "odd": 0.5}
 TRACE = np.random.default_rng(0).lognormal(6, 1, 20_000).round()
-
-
-def parity(length: float) -> str:
-    return "odd" if length % 2 else "even"
-
-
-def blocks(lengths: Sequence[float], pool_size: int, **settings: Any) -> Iterator[tuple[Block, int]]:
-    """Each slot's block of a finite stream, and how many samples had come in by then."""
-    pool = SortedPool(seed=settings.pop("seed", 42), **settings)
-    arrived = 0
-    for slot in range(len(lengths)):
-        while len(pool) < pool_size and arrived < len(lengths):
-            pool.add(arrived, lengths[arrived], parity(lengths[arrived]) if settings.get("shares") else None)
-            arrived += 1
-        if not len(pool):
-            return
-        yield pool.take(slot, aim=len(pool) >= pool_size), arrived
 
 
 GOLDEN: list[tuple[dict[str, Any], list[list[int]]]] = [

@@ -5,16 +5,8 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
+from helpers.runs import config
 from lightning_lengthpool.report.compare import compare, last_logged, steps_per_pool
-
-
-def config(accumulate: int = 1, max_steps: int = -1, **data: Any) -> dict[str, Any]:
-    settings = {"pool_size": 300, "batch_size": 1, "num_workers": 0, **data}
-    return {
-        "seed_everything": 1,
-        "trainer": {"accumulate_grad_batches": accumulate, "max_steps": max_steps},
-        "data": SimpleNamespace(get=lambda key: settings if key == "init_args" else None),
-    }
 
 
 @pytest.mark.parametrize(

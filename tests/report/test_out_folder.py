@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_compare import config
 
+from helpers.runs import config
 from lightning_lengthpool.advise import command
 from lightning_lengthpool.cli import main
 from lightning_lengthpool.report import page

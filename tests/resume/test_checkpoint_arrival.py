@@ -12,9 +12,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from test_datamodule import LENGTHS, Recorder, data, trainer
-from test_resume import through_a_file
 
+from helpers.resuming import through_a_file
+from helpers.training import LENGTHS, Recorder, data, trainer
 from lightning_lengthpool import LengthPoolDataModule
 from lightning_lengthpool.data.resume import checkpoint
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_datamodule import LENGTHS
+
+from helpers.training import LENGTHS
 
 SCRIPT = """
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from test_datamodule import Recorder, data, trainer
+from helpers.training import Recorder, data, trainer
 
 path, folder, strategy = sys.argv[1:]
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from test_datamodule import Recorder, trainer
-from test_resume import LENGTHS, NoisyEncoder, PackingEncoder
 
+from helpers.resuming import LENGTHS, NoisyEncoder, PackingEncoder
+from helpers.training import Recorder, trainer
 from lightning_lengthpool import LengthPoolDataModule
 from lightning_lengthpool.cost_models import QuadraticCost
-from lightning_lengthpool.data.pools.pool import PoolWarmup
+from lightning_lengthpool.ordering.settings import PoolWarmup
 
 SETTINGS = int(os.environ.get("LENGTHPOOL_RESUME_SETTINGS", 12))
 

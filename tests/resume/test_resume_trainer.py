@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LengthEncoder, LengthSample
-from helpers.ranks import run_ranks
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from megatron.energon import WorkerConfig, stateless
-from test_datamodule import LENGTHS, Recorder, data, trainer
 
+from helpers.datasets import LengthEncoder, LengthSample
+from helpers.ranks import run_ranks
+from helpers.training import LENGTHS, Recorder, data, trainer
 from lightning_lengthpool import LengthPoolDataModule
 
 ROOT = Path(__file__).parents[2]

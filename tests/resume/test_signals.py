@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers.ranks import run_ranks
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from test_datamodule import LENGTHS, Recorder, data, trainer
+
+from helpers.ranks import run_ranks
+from helpers.training import LENGTHS, Recorder, data, trainer
 
 TRIES = 20
 FOLLOWING = 12  # batches of the resumed run

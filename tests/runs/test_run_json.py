@@ -4,8 +4,8 @@ import json
 import math
 
 import pytest
-from test_page import write_run
 
+from helpers.runs import write_run
 from lightning_lengthpool.cli import main
 from lightning_lengthpool.runs.run import load_run
 from lightning_lengthpool.runs.run_json import About

@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import LengthEncoder, LengthSample, write_dataset
-from helpers.ranks import run_ranks
 from lightning.pytorch import LightningModule, Trainer
 
+from helpers.datasets import LengthEncoder, LengthSample, write_dataset
+from helpers.ranks import run_ranks
 from lightning_lengthpool import LengthPoolDataModule, SyncMonitor
 from lightning_lengthpool.cost_models import CostModel
-from lightning_lengthpool.data.pools.pool import PoolWarmup
 from lightning_lengthpool.demo.build import ensure_dataset
 from lightning_lengthpool.demo.model import OcrModel
 from lightning_lengthpool.demo.task_encoder import OcrTaskEncoder
+from lightning_lengthpool.ordering.settings import PoolWarmup
 from lightning_lengthpool.runs.steps_file import read_steps
 from lightning_lengthpool.simulation.simulate import Simulation, simulate
 
