@@ -18,8 +18,8 @@ from lightning_lengthpool.cost_models import (
     QuadraticCost,
     TokenCost,
     VisionCost,
-    sample_cost,
 )
+from lightning_lengthpool.ordering.cost_model import sample_cost
 from lightning_lengthpool.runs.records import COLUMNS
 from lightning_lengthpool.runs.steps_file import StepsFile
 

@@ -8,7 +8,6 @@ import json
 import random
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,8 @@ from lightning_lengthpool.cost_models import CostModel
 from lightning_lengthpool.demo.build import ensure_dataset
 from lightning_lengthpool.demo.model import OcrModel
 from lightning_lengthpool.demo.task_encoder import OcrTaskEncoder
-from lightning_lengthpool.ordering.settings import PoolWarmup
+from lightning_lengthpool.ordering.reference_costs import ReferenceCosts
+from lightning_lengthpool.ordering.settings import PoolSettings, PoolWarmup
 from lightning_lengthpool.runs.steps_file import read_steps
 from lightning_lengthpool.simulation.simulate import Simulation, simulate
 
@@ -151,25 +151,32 @@ def streams(root: Path, is_demo: bool, num_workers: int, world_size: int, **read
 def replay(root: Path, name: str, world_size: int) -> Simulation:
     """The simulation of the same run, as far as the samples reach that were read."""
     settings = (SETTINGS | DEMO)[name]
-    options: dict[str, Any] = {"max_tokens": settings.get("max_tokens")}
     reading = {key: settings[key] for key in READ if key in settings}
     own = streams(root, name in DEMO, settings["num_workers"], world_size, **reading)
-    price = (settings.get("cost") or SimpleNamespace(of_length=float)).of_length
-    if "cost" in settings:
-        options |= {"costs": [[price(length) for length in lengths] for lengths in own]}
-        options |= {"is_padded": settings["cost"].is_padded}
-    if "pool_warmup" in settings:
-        options["warmup"] = settings["pool_warmup"].initial, settings["pool_warmup"].flushes
+    cost = settings.get("cost")
+    of_length = cost.of_length if cost else float
+    reference = None
     if "reference_lengths" in settings:
-        options["reference"] = [price(length) for length in LENGTHS]
-    if "class_shares" in settings:
-        options["class_shares"] = [
-            settings["class_shares"][kind] for kind in ("even", "odd")
-        ]  # in order of their names
-        options["classes"] = [lengths.astype(int) % 2 for lengths in own]
-    size = settings.get("pool_size", 0)
-    workers = max(1, settings["num_workers"])
-    return simulate(own, settings["policy"], size, settings["batch_size"], None, 5, workers=workers, **options)
+        reference = ReferenceCosts({None: [of_length(length) for length in LENGTHS]})
+    pool = PoolSettings(
+        batch_size=settings["batch_size"],
+        pool_size=settings.get("pool_size", 0),
+        policy=settings["policy"],
+        seed=5,
+        cost=cost,
+        warmup=settings.get("pool_warmup"),
+        max_tokens=settings.get("max_tokens"),
+        reference=reference,
+        class_shares=settings.get("class_shares"),
+    )
+    return simulate(
+        own,
+        pool,
+        None,
+        workers=max(1, settings["num_workers"]),
+        costs=[[of_length(length) for length in lengths] for lengths in own] if cost else None,
+        classes=[lengths.astype(int) % 2 for lengths in own] if pool.class_shares else None,  # in order of their names
+    )
 
 
 def assert_equal(root: Path, name: str, world_size: int) -> Simulation:
