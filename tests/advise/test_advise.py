@@ -101,7 +101,7 @@ def config(tmp_path: Path, dataset: Callable[..., Path]) -> Callable[..., str]:
 
     def write(trainer: Any = None, model: str = "NoModel", **settings: Any) -> str:
         settings = {"path": str(dataset(LENGTHS)), "batch_size": 4, "num_workers": 0, **settings}
-        encoder = {"class_path": "conftest.LengthEncoder"}
+        encoder = {"class_path": "helpers.datasets.LengthEncoder"}
         data = {
             "class_path": "lightning_lengthpool.LengthPoolDataModule",
             "init_args": {"task_encoder": encoder, **settings},
@@ -515,7 +515,7 @@ class Slow(LengthEncoder):
 
 def test_ctrl_c_ends_the_reading_and_what_was_read_counts(config: Callable[..., str], tmp_path: Path) -> None:
     path = Path(config(num_workers=2, pool_size=20))
-    path.write_text(path.read_text().replace("conftest.LengthEncoder", "slow.Slow"))
+    path.write_text(path.read_text().replace("helpers.datasets.LengthEncoder", "slow.Slow"))
     (tmp_path / "slow.py").write_text(SLOW)
     code = "from lightning_lengthpool import advisor, cli; advisor.POOL_SIZES = (20,); cli.main()"
     command = [sys.executable, "-c", code, "advise", "--config", str(path), "--out", "out"]

@@ -17,8 +17,9 @@ from megatron.energon import (
 )
 
 from helpers.datasets import LengthEncoder
+from helpers.lengths import lognormal
 from helpers.orders import reference_stream
-from helpers.pools import CONFIG, batches, blocks, keys, lognormal, parity, pooled
+from helpers.pools import CONFIG, batches, blocks, keys, parity, pooled
 from lightning_lengthpool.data.loaders import TrainLoader
 from lightning_lengthpool.data.pools.dataset import LengthPoolDataset
 from lightning_lengthpool.data.task_encoder import length_pool

@@ -10,7 +10,8 @@ import torch
 from megatron.energon import SkipSample, stateless
 
 from helpers.datasets import LengthEncoder, LengthSample
-from helpers.pools import batches, keys, lognormal, pooled
+from helpers.lengths import lognormal
+from helpers.pools import batches, keys, pooled
 from helpers.resuming import LENGTHS, NoisySample, check_resume, module, through_a_file
 from lightning_lengthpool import LengthPoolDataModule
 from lightning_lengthpool.cost_models import CostModel

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from helpers.pools import CONFIG, Stream, batches, lognormal, pooled
+from helpers.lengths import lognormal
+from helpers.pools import CONFIG, Stream, batches, pooled
 from lightning_lengthpool.cost_models import CostModel, QuadraticCost
 from lightning_lengthpool.data.pools.flush_pool import FlushPool
 from lightning_lengthpool.ordering.order import get_policy

@@ -1,6 +1,5 @@
 """In-memory streams and what pools make of them."""
 
-import random
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -66,11 +65,6 @@ def batches(dataset: LengthPoolDataset) -> list[PooledBatch]:
 
 def keys(dataset: LengthPoolDataset) -> list[int]:
     return [int(key) for batch in batches(dataset) for key in batch.__key__]
-
-
-def lognormal(samples: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [int(rng.lognormvariate(6, 1)) for _ in range(samples)]
 
 
 def parity(length: float) -> str:

@@ -10,12 +10,10 @@ import torch
 from megatron.energon import DefaultTaskEncoder, SkipSample, TextSample, edataclass, stateless
 
 from helpers.datasets import LengthSample
+from helpers.lengths import lognormal
 from lightning_lengthpool import LengthPoolDataModule
 
-RNG = random.Random(2)
-LENGTHS = [int(RNG.lognormvariate(4, 1)) for _ in range(150)]
-
-
+LENGTHS = lognormal(150, seed=2, mu=4)
 BATCHES = 60
 
 

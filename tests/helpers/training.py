@@ -1,6 +1,5 @@
 """A data module, a trainer and a model that records what it is given."""
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +8,10 @@ from lightning.pytorch import LightningModule, Trainer
 from torchmetrics import MeanMetric
 
 from helpers.datasets import LengthEncoder
+from helpers.lengths import lognormal
 from lightning_lengthpool import LengthPoolDataModule
 
-RNG = random.Random(1)
-
-
-LENGTHS = [int(RNG.lognormvariate(5, 1)) for _ in range(120)]
+LENGTHS = lognormal(120, seed=1, mu=5)
 
 
 class Recorder(LightningModule):

@@ -8,6 +8,7 @@ import pickle
 import numpy as np
 import pytest
 
+from helpers.lengths import heavy_tailed
 from lightning_lengthpool.ordering import efficiency
 from lightning_lengthpool.runs.causes import MEMORY, CauseTracker
 from lightning_lengthpool.runs.distribution import neighbour_correlation, non_iid
@@ -39,10 +40,6 @@ def records(lengths, compute, data=0.0, step_seconds=None):
         "step_seconds": step_seconds,
     }
     return {name: np.broadcast_to(columns[name], compute.shape).astype(float).ravel() for name in COLUMNS}
-
-
-def heavy_tailed(rng, *shape):
-    return np.minimum(rng.lognormal(6.5, 0.9, shape), 16_000).round()
 
 
 def noisy(rng, seconds, noise=0.03, outliers=0.01):

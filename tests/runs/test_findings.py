@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 
+from helpers.lengths import heavy_tailed
 from lightning_lengthpool.ordering import efficiency
 from lightning_lengthpool.runs.causes import Summary
 from lightning_lengthpool.runs.findings import POOL_SIZES, _Prediction, compact_ranges, findings
@@ -42,14 +43,14 @@ def summary(ranks=4, **changes):
     return Summary(**(values | parts | changes))
 
 
-def heavy_tailed(ranks=4, samples=3000):
-    return [np.minimum(np.random.default_rng(rank).lognormal(6, 0.5, samples), 1500) for rank in range(ranks)]
+def lengths_by_rank(ranks=4, samples=3000):
+    return [heavy_tailed(np.random.default_rng(rank), samples, mu=6, sigma=0.5, longest=1500) for rank in range(ranks)]
 
 
 def test_nothing_stands_out():
     assert findings(summary(lengths=0.021)) == ["nothing stands out: idle is 2.1 %"]
     by_tokens = summary(lengths=0.021, slow_rank=math.nan, data=math.nan, rest=math.nan, by="tokens")
-    assert findings(by_tokens, lengths=heavy_tailed(), settings=SETTINGS) == [
+    assert findings(by_tokens, lengths=lengths_by_rank(), settings=SETTINGS) == [
         "nothing stands out: idle is 2.1 % (by padded tokens; compute could not be measured)"
     ]
 
@@ -74,7 +75,7 @@ def simulated_idle(lengths, policy, pool_size, batch_size=1):
 
 
 def test_lengths_with_a_prediction():
-    lengths = heavy_tailed()
+    lengths = lengths_by_rank()
     (sentence,) = findings(summary(lengths=0.41), lengths=lengths, settings=SETTINGS | {"policy": "none"})
     assert sentence.startswith("lengths cause 41 % idle: policy stream with pool_size 1000 would leave about ")
     idle = {size: simulated_idle(lengths, "stream", size) for size in POOL_SIZES}
@@ -85,7 +86,7 @@ def test_lengths_with_a_prediction():
 
 
 def test_many_ranks_are_simulated_as_many():
-    lengths = heavy_tailed(200, 200)
+    lengths = lengths_by_rank(200, 200)
     (sentence,) = findings(summary(200, lengths=0.41), lengths=lengths, settings=SETTINGS | {"policy": "none"})
     size = int(re.search(r"policy stream with pool_size (\d+) would leave", sentence)[1])
     truth = efficiency.idle_fraction(simulate([np.concatenate(lengths)] * 200, "stream", size, 1, 1000).padded)
@@ -102,15 +103,15 @@ def test_sizes_are_tried_from_the_largest_one_down(monkeypatch):
         return _Prediction(0.5 if policy == "none" else waste, 0.0)
 
     monkeypatch.setattr("lightning_lengthpool.runs.findings._predict", predict)
-    (sentence,) = findings(summary(lengths=0.4), lengths=heavy_tailed(), settings=SETTINGS | {"pool_size": 100})
+    (sentence,) = findings(summary(lengths=0.4), lengths=lengths_by_rank(), settings=SETTINGS | {"pool_size": 100})
     assert sentence.endswith("idle: pool_size 1000 would leave about 12 % (predicted)")
     assert len(asked) == len(set(asked)) and ("stream", 300) not in asked
-    (sentence,) = findings(summary(lengths=0.4), lengths=heavy_tailed(), settings=SETTINGS | {"policy": "none"})
+    (sentence,) = findings(summary(lengths=0.4), lengths=lengths_by_rank(), settings=SETTINGS | {"policy": "none"})
     assert "policy stream with pool_size 300 would leave" in sentence
 
 
 def test_the_policy_stays_if_it_is_about_as_good():
-    lengths = heavy_tailed()
+    lengths = lengths_by_rank()
     (sentence,) = findings(summary(lengths=0.2), lengths=lengths, settings=SETTINGS | {"pool_size": 100})
     assert sentence.startswith("lengths cause 20 % idle: pool_size 1000 would leave about ")
     assert predicted(sentence) == pytest.approx(simulated_idle(lengths, "pool", 1000), abs=0.006)
@@ -118,36 +119,36 @@ def test_the_policy_stays_if_it_is_about_as_good():
 
 def test_padding_counts_as_well():
     settings = SETTINGS | {"batch_size": 8}
-    (sentence,) = findings(summary(lengths=0.06), lengths=heavy_tailed(), settings=settings)
+    (sentence,) = findings(summary(lengths=0.06), lengths=lengths_by_rank(), settings=settings)
     assert re.fullmatch(
         r"lengths cause 6 % idle: policy (blocks|stream) with pool_size \d+ would leave about \d % idle and [0-2] % "
         r"padding \(predicted\)",
         sentence,
     )
-    (sentence,) = findings(summary(lengths=0.06), lengths=heavy_tailed(), settings=settings | {"policy": "blocks"})
+    (sentence,) = findings(summary(lengths=0.06), lengths=lengths_by_rank(), settings=settings | {"policy": "blocks"})
     assert "the present setting (policy blocks with pool_size 1000) is already near the best" in sentence
 
 
 def test_batches_larger_than_the_pools_that_are_tried():
-    (sentence,) = findings(summary(lengths=0.06), lengths=heavy_tailed(), settings=SETTINGS | {"batch_size": 200})
+    (sentence,) = findings(summary(lengths=0.06), lengths=lengths_by_rank(), settings=SETTINGS | {"batch_size": 200})
     assert re.search("pool_size (1000|3000) would leave", sentence)
 
 
 def test_a_token_budget():
     settings = SETTINGS | {"policy": "stream", "batch_size": None, "max_tokens": 3000.0}
-    (sentence,) = findings(summary(lengths=0.06), lengths=heavy_tailed(), settings=settings)
+    (sentence,) = findings(summary(lengths=0.06), lengths=lengths_by_rank(), settings=settings)
     assert "the present setting (policy stream with pool_size 1000) is already near the best" in sentence
-    (sentence,) = findings(summary(lengths=0.2), lengths=heavy_tailed(), settings=settings | {"pool_size": 20})
+    (sentence,) = findings(summary(lengths=0.2), lengths=lengths_by_rank(), settings=settings | {"pool_size": 20})
     assert sentence.startswith("lengths cause 20 % idle: pool_size ")
 
 
 def test_raising_a_small_pool():
-    (sentence,) = findings(summary(lengths=0.2), lengths=heavy_tailed(), settings=SETTINGS | {"pool_size": 10})
+    (sentence,) = findings(summary(lengths=0.2), lengths=lengths_by_rank(), settings=SETTINGS | {"pool_size": 10})
     assert sentence.startswith("lengths cause 20 % idle: pool_size 1000 would leave about ")
 
 
 def test_a_pool_that_cannot_get_much_better():
-    (sentence,) = findings(summary(lengths=0.06), lengths=heavy_tailed(), settings=SETTINGS)
+    (sentence,) = findings(summary(lengths=0.06), lengths=lengths_by_rank(), settings=SETTINGS)
     assert sentence.startswith(
         "lengths cause 6 % idle: the present setting (policy pool with pool_size 1000) is already near the best that a "
         "pool can do here, about "
@@ -158,7 +159,7 @@ def test_predictions_use_the_fit_and_sum_accumulated_micro_batches(monkeypatch):
     monkeypatch.setattr("lightning_lengthpool.runs.findings.POOL_SIZES", (10,))
 
     def predict(**changes):
-        return predicted(findings(summary(lengths=0.4, **changes), lengths=heavy_tailed())[0])
+        return predicted(findings(summary(lengths=0.4, **changes), lengths=lengths_by_rank())[0])
 
     plain = predict()
     assert predict(micro_batches=8.0) < 0.85 * plain
@@ -224,7 +225,7 @@ def test_the_largest_cause_comes_first():
 
 
 def test_ranks_whose_lengths_differ():
-    lengths = [own * factor for own, factor in zip(heavy_tailed(), (1, 1, 1, 2), strict=True)]
+    lengths = [own * factor for own, factor in zip(lengths_by_rank(), (1, 1, 1, 2), strict=True)]
     (sentence,) = findings(summary(lengths=0.02), lengths=lengths, settings=SETTINGS)
     assert sentence.startswith("the ranks' lengths are distributed differently, which would leave 3")
 
