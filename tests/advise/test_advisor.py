@@ -322,7 +322,7 @@ def test_costs_of_a_pool_that_is_handed_out_and_of_one_that_stays_full():
     assert pool.first_batch_seconds == pytest.approx(1000 * 0.004) and pool.stall_seconds == 0
     assert pool.batch_seconds == pytest.approx(4 * 0.004 / 2)
     assert pool.restore_seconds == pytest.approx(1000 * 0.003 + 1000 * 0.004)
-    stream = cost_of(replace(plan.case, policy="stream", pool_size=1002), plan, survey, 4)
+    stream = cost_of(plan.with_pool("stream", 1002), plan, survey, 4)
     assert stream.pool_samples == 1000 and stream.worker_bytes == 1000 * 40_000 + 4 * 1000 * 8
     off = cost_of(Case(PoolSettings(4, 0, "none"), 8), plan, survey, 4)
     assert off.pool_samples == 0 and off.worker_bytes == 0 and off.restore_seconds == 0
@@ -338,7 +338,7 @@ def test_costs_of_a_pool_that_is_handed_out_and_of_one_that_stays_full():
 
 
 def test_the_relation_of_pool_batch_and_workers():
-    found = relate(replace(POOL, batch_size=4), surveyed(), 4, replace(POOL.case, policy="stream", pool_size=3000))
+    found = relate(replace(POOL, batch_size=4), surveyed(), 4, POOL.with_pool("stream", 3000))
     assert found.batches_per_pool == 250 and found.rank_samples == 2000 and found.rank_share == 50_000
     text = "; ".join(found.sentences)
     for part in ("holds 250 batches", "each of the 2 workers", "holds 2,000 samples", "hold 4.0 % of them", "3,000"):
@@ -587,7 +587,7 @@ def test_the_shares_of_the_classes_are_those_of_the_plan(monkeypatch):
     monkeypatch.setattr(
         advisor,
         "predict",
-        lambda lengths, *rest, **named: seen.append(lengths) or predict(lengths, *rest, steps=20, **named),
+        lambda lengths, cases, **named: seen.append((lengths, cases)) or predict(lengths, cases, steps=20, **named),
     )
     survey = surveyed(ranks=2, samples=50)
     kinds = tuple("ab"[place % 2] for place in range(50))
@@ -595,15 +595,15 @@ def test_the_shares_of_the_classes_are_those_of_the_plan(monkeypatch):
     plan = replace(POOL, policy="stream", pool_size=100, world_size=2, class_shares={"a": 0.2, "b": 0.3, "c": 0.5})
     recommended(survey, plan, sizes=(100,))
     recommended(survey, replace(plan, class_shares={"a": 1.0}), sizes=(100,))
-    assert seen[0].class_shares == pytest.approx([0.4, 0.6]) and seen[1].class_shares is None
-    assert [own.tolist() for own in seen[0].classes] == [[0, 1] * 50] * 2
+    assert [cases[-1].settings.class_shares for _, cases in seen] == [plan.class_shares, {"a": 1.0}]
+    assert [list(own) for own in seen[0][0].classes] == [["a", "b"] * 50] * 2
 
 
 def test_a_warmup_goes_with_pool_and_blocks_only():
     plan = replace(POOL, warmup=(100, 5))
-    case = replace(plan.case, policy="stream")
+    case = plan.with_pool("stream", plan.pool_size)
     assert yaml.safe_load(yaml_lines(plan, case))["data"]["init_args"] == {"policy": "stream", "pool_warmup": None}
-    more = yaml_lines(plan, replace(plan.case, pool_size=3000))
+    more = yaml_lines(plan, plan.with_pool("pool", 3000))
     assert yaml.safe_load(more)["data"]["init_args"] == {"pool_size": 3000}
 
 
