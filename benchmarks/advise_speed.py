@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_lengthpool.advise.command import advise_lengths
+from lightning_lengthpool.ordering.settings import PoolSettings
 from lightning_lengthpool.simulation.predict import Case, Lengths, predict
 
 POOL_SIZES = (100, 300, 1000, 3000, 10_000)
@@ -33,7 +34,7 @@ def sweep(batch_size: int) -> float:
     """Seconds of the whole sweep, of 1,000 steps a case."""
     policies = ("pool", "blocks", "stream")
     cases = [
-        Case(policy, size, ranks, batch_size)
+        Case(PoolSettings(batch_size, size, policy), ranks)
         for policy, size, ranks in itertools.product(policies, POOL_SIZES, (8, 64, 512))
     ]
     started = time.perf_counter()
@@ -43,12 +44,15 @@ def sweep(batch_size: int) -> float:
 
 def coverage(lengths: np.ndarray, samples: int, trials: int, batch_size: int) -> Table:
     """How often an interval of 90 % holds, in per cent."""
-    settings = [("none", 0), *itertools.product(("pool", "blocks", "stream"), (100, 300, 1000))]
-    cases = [Case(policy, size, ranks, batch_size) for policy, size in settings for ranks in (8, 64)]
+    pools = [("none", 0), *itertools.product(("pool", "blocks", "stream"), (100, 300, 1000))]
+
+    def cases(seed: int) -> list[Case]:
+        settings = [PoolSettings(batch_size, size, policy, seed) for policy, size in pools]
+        return [Case(own, ranks) for own in settings for ranks in (8, 64)]
 
     def figures(known: np.ndarray, seed: int) -> np.ndarray:
         """`[cases, figures, (mean, low, high)]`."""
-        found = predict(Lengths((known,)), cases, seed=seed)
+        found = predict(Lengths((known,)), cases(seed))
         return np.array([[getattr(own, name) for name in FIGURES] for own in found])
 
     truth = np.mean([figures(lengths, 1000 + seed)[:, :, 0] for seed in range(10)], axis=0)
@@ -57,9 +61,9 @@ def coverage(lengths: np.ndarray, samples: int, trials: int, batch_size: int) ->
     holds = (found[..., 1] <= truth) & (truth <= found[..., 2])
     half = (found[..., 2] - found[..., 1]).mean(axis=0) / 2
     table = Table("policy", "pool", "ranks", *(f"{name}: %, half a width, holds in %" for name in FIGURES))
-    for case, value, width, share in zip(cases, truth, half, holds.mean(axis=0), strict=True):
+    for case, value, width, share in zip(cases(0), truth, half, holds.mean(axis=0), strict=True):
         cells = (f"{100 * v:5.1f} {100 * w:5.2f} {100 * s:4.0f}" for v, w, s in zip(value, width, share, strict=True))
-        table.add_row(case.policy, str(case.pool_size), str(case.world_size), *cells)
+        table.add_row(case.settings.policy, str(case.settings.pool_size), str(case.world_size), *cells)
     return table
 
 

@@ -21,6 +21,8 @@ from rich.table import Table
 
 from lightning_lengthpool import LengthPoolDataModule
 from lightning_lengthpool.ordering import efficiency
+from lightning_lengthpool.ordering.reference_costs import ReferenceCosts
+from lightning_lengthpool.ordering.settings import PoolSettings
 from lightning_lengthpool.simulation.simulate import simulate
 
 POOL_SIZE, SAMPLES = 300, 1500  # samples that each rank trains on
@@ -102,8 +104,14 @@ def compare(traces: Mapping[str, tuple[list[np.ndarray], np.ndarray]], console: 
                 budget, aim = case.get("max_tokens"), reference if "reference_lengths" in case else None
                 steps = SAMPLES // case["batch_size"] if budget is None else int(SAMPLES * lengths.mean() / budget)
                 trained = [batches(path, rank, len(own), steps, pool_size=POOL_SIZE, **case) for rank in ranks]
-                setting = case["policy"], POOL_SIZE, case["batch_size"], steps
-                expected = simulate(streams, *setting, is_cycle=True, max_tokens=budget, reference=aim)
+                settings = PoolSettings(
+                    case["batch_size"],
+                    POOL_SIZE,
+                    case["policy"],
+                    max_tokens=budget,
+                    reference=None if aim is None else ReferenceCosts({None: aim}),
+                )
+                expected = simulate(streams, settings, steps, is_cycle=True)
                 tokens, longest, samples = (
                     np.array([[of(batch) for batch in rank] for rank in trained]).T for of in (sum, max, len)
                 )

@@ -17,8 +17,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from lightning_lengthpool.ordering import efficiency
-from lightning_lengthpool.ordering.order import get_policy
-from lightning_lengthpool.ordering.sorted_pool import HISTORY, Reference, SortedPool
+from lightning_lengthpool.ordering.order import ORDERS
+from lightning_lengthpool.ordering.reference_costs import ReferenceCosts
+from lightning_lengthpool.ordering.settings import PoolSettings
+from lightning_lengthpool.ordering.sorted_pool import SortedPool
 from lightning_lengthpool.report.figures import WAIT, WORK, draw_ranks
 from lightning_lengthpool.simulation.simulate import simulate
 
@@ -33,8 +35,9 @@ def lengths(rng: np.random.Generator, samples: int) -> np.ndarray:
 
 RNGS = [np.random.default_rng(rank) for rank in range(RANKS)]
 OWN = [lengths(rng, STEPS * BATCH_SIZE) for rng in RNGS]
-KINDS = [(rng.random(STEPS * BATCH_SIZE) < 0.3).astype(int) for rng in RNGS]
-REFERENCE = lengths(np.random.default_rng(RANKS), 5000)
+CLASSES = [(rng.random(STEPS * BATCH_SIZE) < 0.3).astype(int) for rng in RNGS]
+SHARE = float(np.mean(CLASSES))
+REFERENCE = ReferenceCosts({None: lengths(np.random.default_rng(RANKS), 5000)})
 PANELS: list[tuple[str, dict[str, Any]]] = [
     ("none", {"policy": "none"}),
     ("pool", {"policy": "pool"}),
@@ -42,43 +45,34 @@ PANELS: list[tuple[str, dict[str, Any]]] = [
     ("stream", {"policy": "stream"}),
     ("stream, reference_lengths", {"policy": "stream", "reference": REFERENCE}),
     ("stream, max_tokens 6000", {"policy": "stream", "batch_size": None, "max_tokens": 6000}),
-    ("stream, two classes", {"policy": "stream", "classes": KINDS}),
+    ("stream, two classes", {"policy": "stream", "class_shares": {0: 1 - SHARE, 1: SHARE}}),
 ]
 
 
-def first_rank(policy: str, batch_size: int | None, **options: Any) -> list[list[float]]:
+def first_rank(settings: PoolSettings) -> list[list[float]]:
     """The lengths in each batch of the first rank, for `simulate` tells their sums only."""
-    own, order = OWN[0], get_policy(policy)
-    if order is not None:
-        size = POOL_SIZE if policy != "none" else 1
+    own, size = OWN[0], settings.capacity
+    if not settings.is_stream:
+        order = ORDERS[settings.policy]
         pools = enumerate(own.reshape(-1, size).tolist())
-        left = [pool[place] for i, pool in pools for place in order(pool, size, i * size, 42, BATCH_SIZE)]
+        left = [pool[index] for i, pool in pools for index in order(pool, size, i * size, settings.seed, BATCH_SIZE)]
         return np.reshape(left, (-1, BATCH_SIZE)).tolist()
-    reference, classes = options.get("reference"), options.get("classes")
-    share = float(np.mean(classes)) if classes is not None else None
-    pool = SortedPool(
-        seed=42,
-        batch_size=batch_size,
-        budget=options.get("max_tokens"),
-        reference=None if reference is None else Reference({None: reference}),
-        history=HISTORY * POOL_SIZE,
-        shares=None if share is None else {0: 1 - share, 1: share},
-    )
+    pool = SortedPool(settings)
     batches, number = [], 0
     for slot in range(SHOWN.stop):
-        while len(pool) < POOL_SIZE:
-            at = number % len(own)
-            pool.add(number, own[at], None if classes is None else int(classes[0][at]))
+        while len(pool) < size:
+            index = number % len(own)
+            pool.add(number, own[index], None if settings.class_shares is None else int(CLASSES[0][index]))
             number += 1
         batches.append(pool.take(slot).costs)
     return batches
 
 
-def draw_batches(axes: Axes, batches: list[list[float]], kinds: np.ndarray) -> None:
+def draw_batches(axes: Axes, batches: list[list[float]], classes: np.ndarray) -> None:
     """Every sample of a batch, and what padding adds to it."""
-    for step, (batch, kind) in enumerate(zip(batches, kinds, strict=True)):
+    for step, (batch, class_) in enumerate(zip(batches, classes, strict=True)):
         axes.vlines(step, min(batch), max(batch), color=WAIT, linewidth=3.2)
-        axes.plot([step] * len(batch), batch, "_", color=PACKED if kind else WORK, markersize=4, markeredgewidth=1.1)
+        axes.plot([step] * len(batch), batch, "_", color=PACKED if class_ else WORK, markersize=4, markeredgewidth=1.1)
 
 
 def main() -> None:
@@ -87,9 +81,10 @@ def main() -> None:
     options = parser.parse_args()
     figure = Figure(figsize=(9.6, 1.45 * len(PANELS)), dpi=150, layout="constrained")
     axes = figure.subplots(len(PANELS), 2, sharex=True, width_ratios=(1.15, 1))
-    for (name, setting), (left, right) in zip(PANELS, axes, strict=True):
-        setting = {"batch_size": BATCH_SIZE, **setting}
-        result = simulate(OWN, pool_size=POOL_SIZE, steps=STEPS, is_cycle=True, **setting)
+    for (name, options_), (left, right) in zip(PANELS, axes, strict=True):
+        settings = PoolSettings(**{"batch_size": BATCH_SIZE, "pool_size": POOL_SIZE, **options_})
+        classes = None if settings.class_shares is None else CLASSES
+        result = simulate(OWN, settings, STEPS, classes=classes, is_cycle=True)
         draw_ranks(left, np.arange(SHOWN.stop - SHOWN.start), result.padded[SHOWN])
         idle, padding = (
             efficiency.idle_fraction(result.padded),
@@ -97,7 +92,7 @@ def main() -> None:
         )
         left.set_title(f"{name}: {100 * idle:.0f} % waiting", fontsize=9.5, loc="left", weight="bold")
         right.set_title(f"{100 * padding:.0f} % padding", fontsize=9.5, loc="left")
-        batches = first_rank(**setting)
+        batches = first_rank(settings)
         assert np.allclose([sum(batch) for batch in batches[SHOWN]], result.tokens[SHOWN, 0])
         draw_batches(right, batches[SHOWN], result.classes[SHOWN, 0])
         for axis in (left, right):

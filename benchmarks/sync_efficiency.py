@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +36,9 @@ from rich.table import Table
 
 from lightning_lengthpool.ordering import efficiency
 from lightning_lengthpool.ordering.order import order_blocks, order_pool
-from lightning_lengthpool.ordering.sorted_pool import HISTORY, Reference, SortedPool
+from lightning_lengthpool.ordering.reference_costs import ReferenceCosts
+from lightning_lengthpool.ordering.settings import PoolSettings
+from lightning_lengthpool.ordering.sorted_pool import SortedPool
 from lightning_lengthpool.simulation.simulate import Simulation, simulate
 
 SAMPLES = 4000  # of each rank
@@ -68,6 +71,10 @@ def rank_lengths(lengths: np.ndarray, ranks: int) -> list[np.ndarray]:
 
 def reference_of(lengths: np.ndarray) -> np.ndarray:
     return np.random.default_rng(1).choice(lengths, REFERENCE)
+
+
+def aimed_at(lengths: np.ndarray) -> ReferenceCosts:
+    return ReferenceCosts({None: reference_of(lengths)})
 
 
 def score(tokens: np.ndarray, padded: np.ndarray, samples: np.ndarray, data_mean: float) -> dict[str, float]:
@@ -106,10 +113,14 @@ def run(task: Task) -> list[Row]:
 
     def ours(policy: str, pool_size: int) -> Simulation:
         name, _, reference = policy.partition("+")
-        options = {"reference": reference_of(task.lengths)} if reference else {}
-        if task.max_tokens is not None:
-            options["max_tokens"] = task.max_tokens
-        return simulate(own, name, pool_size, task.batch_size, steps, is_cycle=True, **options)
+        settings = PoolSettings(
+            task.batch_size,
+            pool_size,
+            name,
+            max_tokens=task.max_tokens,
+            reference=aimed_at(task.lengths) if reference else None,
+        )
+        return simulate(own, settings, steps, is_cycle=True)
 
     for policy in OURS:
         if task.max_tokens is not None and not policy.startswith("stream"):
@@ -191,16 +202,15 @@ def ordering_cost(lengths: np.ndarray, pool_size: int = 10_000) -> Iterator[tupl
         started = time.process_time()
         order(drawn[:pool_size], pool_size, 0, 42, batch_size)
         yield f"{name}, batch {batch_size}", (time.process_time() - started) / pool_size * 1e6
-    reference = Reference({None: reference_of(lengths)})
     for (text, options), aim in itertools.product(
         (
             ("batch 1", {"batch_size": 1}),
             ("batch 4", {"batch_size": 4}),
-            ("token budget", {"batch_size": None, "budget": 2 * float(lengths.max())}),
+            ("token budget", {"batch_size": None, "max_tokens": 2 * float(lengths.max())}),
         ),
-        (None, reference),
+        (None, aimed_at(lengths)),
     ):
-        pool = SortedPool(seed=42, reference=aim, history=HISTORY * pool_size, **options)
+        pool = SortedPool(PoolSettings(pool_size=pool_size, policy="stream", reference=aim, **options))
         for number, length in enumerate(drawn[:pool_size]):
             pool.add(number, length)
         number, slot = pool_size, 0
@@ -222,15 +232,17 @@ def packed_mix(lengths: np.ndarray, batch_size: int, with_reference: bool) -> tu
         samples); that without classes.
     """
     own, drawn, steps = rank_lengths(lengths, 8), reference_of(lengths), SAMPLES // batch_size
-    setting: dict[str, Any] = {"pool_size": 1000, "batch_size": batch_size, "steps": steps, "is_cycle": True}
-    one = simulate(own, "stream", **setting, reference=drawn if with_reference else None)
+    settings = PoolSettings(batch_size, 1000, "stream")
+    of_one_class = replace(settings, reference=aimed_at(lengths)) if with_reference else settings
+    one = simulate(own, of_one_class, steps, is_cycle=True)
     found = []
     for seed in range(5):  # which are packed
         rng = np.random.default_rng(seed)
         classes = [(rng.random(SAMPLES) < 0.3).astype(int) for _ in own]
-        kinds = rng.random(REFERENCE) < 0.3  # as a file of lengths would tell them
-        reference = Reference({0: drawn[~kinds], 1: drawn[kinds]}) if with_reference else None
-        mixed = simulate(own, "stream", **setting, classes=classes, reference=reference)
+        is_packed = rng.random(REFERENCE) < 0.3  # as a file of lengths would tell them
+        if with_reference:
+            settings = replace(settings, reference=ReferenceCosts({0: drawn[~is_packed], 1: drawn[is_packed]}))
+        mixed = simulate(own, settings, steps, classes=classes, is_cycle=True)
         same = (mixed.classes == mixed.classes[:, :1]).all(axis=1).mean()
         found.append((float(same), efficiency.idle_fraction(mixed.padded)))
     same, idle = np.mean(found, axis=0)
@@ -244,7 +256,7 @@ def leaving(lengths: np.ndarray, pool_size: int = 1000, samples: int = 100_000, 
     """
     drawn = np.random.default_rng(4).choice(lengths, samples).tolist()
     came, left = np.zeros(samples), np.full(samples, -1.0)
-    pool = SortedPool(seed=42, history=HISTORY * pool_size, **options)
+    pool = SortedPool(PoolSettings(pool_size=pool_size, policy="stream", **options))
     number = slot = 0
     while True:
         while len(pool) < pool_size and number < samples:
@@ -426,17 +438,17 @@ def report(rows: Sequence[Row], traces: Mapping[str, np.ndarray], console: Conso
     title = "How likely a sample is to leave at a step, by tenths of the lengths, over the mean (pool_size 1000)"
     table = Table("trace", "policy", "least", "most", title=title)
     for trace, own in traces.items():
-        for aim in (None, Reference({None: reference_of(own)})):
+        for aim in (None, aimed_at(own)):
             for what, batch_size, budget in (("batch 4", 4, None), ("token budget", None, 2 * float(own.max()))):
-                hazard = leaving(own, batch_size=batch_size, budget=budget, reference=aim)
+                hazard = leaving(own, batch_size=batch_size, max_tokens=budget, reference=aim)
                 policy = f"stream{'+reference' if aim else ''}, {what}"
                 table.add_row(trace, policy, f"{hazard.min():.3f}", f"{hazard.max():.3f}")
     console.print(table)
 
     found = list(targets(rows, mixes))
-    dearest = max(max(own.values()) for own in costs.values())
+    most = max(max(own.values()) for own in costs.values())
     found.append(
-        ("microseconds of ordering a sample, pool_size 10,000, the dearest", dearest, "<=", 20.0, dearest <= 20)
+        ("microseconds of ordering a sample, pool_size 10,000, the most expensive", most, "<=", 20.0, most <= 20)
     )
     table = Table("target at pool_size 1000", "measured", "bound", "", title="Targets")
     for text, value, sign, bound, passed in found:

@@ -9,6 +9,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_lengthpool.cost_models import PackedCost
+from lightning_lengthpool.ordering.settings import PoolSettings
 from lightning_lengthpool.simulation.predict import Case, Interval, Prediction
 
 Array = NDArray[np.float64]
@@ -69,17 +71,22 @@ class Plan:
     def case(self) -> Case:
         """The settings as a case; without a pool one of policy 'none'."""
         if not self.is_active:
-            return Case("none", 0, self.world_size, self.batch_size or 1, accumulate=self.accumulate)
-        batch_size = self.batch_size if self.max_tokens is not None else self.batch_size or 1
-        return Case(
-            self.policy,
-            self.pool_size,
-            self.world_size,
-            batch_size,
+            settings = PoolSettings(self.batch_size or 1, 0, "none", self.seed)
+            return Case(settings, self.world_size, self.accumulate)
+        return self.with_pool(self.policy, self.pool_size)
+
+    def with_pool(self, policy: str, pool_size: int) -> Case:
+        """The case of another pool."""
+        settings = PoolSettings(
+            batch_size=self.batch_size if self.max_tokens is not None else self.batch_size or 1,
+            pool_size=pool_size,
+            policy=policy,
+            seed=self.seed,
+            cost=None if self.is_padded else PackedCost(k=1.0),
             max_tokens=self.max_tokens,
-            accumulate=self.accumulate,
-            has_reference=self.has_reference,
+            class_shares=self.class_shares if policy == "stream" else None,
         )
+        return Case(settings, self.world_size, self.accumulate, self.has_reference)
 
 
 @dataclass(frozen=True)
@@ -299,6 +306,9 @@ class Advice:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Case):
+        names = ("policy", "pool_size", "batch_size", "max_tokens", "world_size", "accumulate", "has_reference")
+        return {name: _plain(getattr(value, name)) for name in names}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):

@@ -14,6 +14,7 @@ from lightning_lengthpool.advise.checks import MEMORY_SHARE, check_all
 from lightning_lengthpool.advise.choice import Choice, choose, needs_stream, recommend
 from lightning_lengthpool.advise.differences import difference_of_ranks
 from lightning_lengthpool.advise.facts import batch_samples, bound, cost_of, describe, ranks_on_node, relate
+from lightning_lengthpool.ordering.settings import PoolSettings
 from lightning_lengthpool.report.words import number, ranks
 from lightning_lengthpool.runs.causes import Summary
 from lightning_lengthpool.runs.run import Run
@@ -83,7 +84,7 @@ def advise(
     now = plan.case if plan.is_active else baselines[plan.world_size]
     cases = list(dict.fromkeys((now, *baselines.values(), *sweep)))
     shown = None if progress is None else (lambda done: progress(done, len(cases)))
-    found = predict(known, cases, seconds=price.seconds, seed=plan.seed, progress=shown)
+    found = predict(known, cases, seconds=price.seconds, progress=shown)
     predicted = dict(zip(cases, found, strict=True))
     today = predicted[now]
 
@@ -166,20 +167,11 @@ def _known(survey: "Survey", plan: Plan, price: _Price, is_iid: bool) -> Lengths
     """The lengths as the prediction takes them; ranks of which nothing was read are left out."""
     by_rank, costs, labels = price.by_rank, survey.costs_by_rank(), survey.classes_by_rank()
     read = [rank for rank, own in enumerate(by_rank) if len(own)]
-    classes = shares = None
-    if labels is not None:
-        numbers = {kind: place for place, kind in enumerate(sorted(set(survey.classes or ())))}
-        classes = tuple(np.array([numbers[kind] for kind in labels[rank]], dtype=np.int64) for rank in read)
-        if plan.class_shares is not None and set(numbers) <= set(plan.class_shares):
-            own = [plan.class_shares[kind] for kind in numbers]  # not all classes need have been read
-            shares = [share / sum(own) for share in own]
     return Lengths(
         tuple(by_rank[rank] for rank in read),
         is_iid=is_iid,
         costs=None if plan.cost is None else tuple(costs[rank] for rank in read),
-        classes=classes,
-        is_padded=plan.is_padded,
-        class_shares=shares,
+        classes=None if labels is None else tuple(labels[rank] for rank in read),
     )
 
 
@@ -189,7 +181,7 @@ def _baseline(plan: Plan, costs: Array, world_size: int) -> Case:
     if plan.max_tokens is not None:
         fits = max(1, int(plan.max_tokens // max(1.0, float(costs.max()))))
         batch_size = fits if plan.batch_size is None else min(fits, plan.batch_size)
-    return Case("none", 0, world_size, batch_size, accumulate=plan.accumulate)
+    return Case(PoolSettings(batch_size, 0, "none", plan.seed), world_size, plan.accumulate)
 
 
 def _pool_sizes(
@@ -217,25 +209,12 @@ def _sweep(plan: Plan, survey: "Survey", world_size: int, sizes: Sequence[int], 
     Where the ranks' lengths are distributed differently, a reference is left out: at first each pool lets the lengths
     go that all have, and only later what has piled up in it, which a prediction of some steps does not see.
     """
-    pool = {"batch_size": plan.batch_size if plan.max_tokens is not None else plan.batch_size or 1}
     policies = ["pool", "blocks", "stream"]
     if needs_stream(plan) or survey.classes is not None:
         policies = ["stream"]
-    elif pool["batch_size"] == 1:
+    elif (plan.batch_size or 1) == 1:
         policies = ["pool", "stream"]  # 'blocks' is 'pool' by another name
-    cases = [
-        Case(
-            policy,
-            size,
-            world_size,
-            pool["batch_size"],
-            max_tokens=plan.max_tokens,
-            has_reference=plan.has_reference,
-            accumulate=plan.accumulate,
-        )
-        for policy in policies
-        for size in sizes
-    ]
+    cases = [replace(plan, world_size=world_size).with_pool(policy, size) for policy in policies for size in sizes]
     if world_size == plan.world_size > 1 and is_iid and not plan.has_reference and _tells_cost(survey):
         cases += [
             replace(case, has_reference=True) for case in cases if case.policy == "stream" and case.pool_size <= _LARGE

@@ -128,12 +128,7 @@ def batch_samples(costs: Array, plan: Plan) -> float:
 
 def full_pool(case: Case) -> int:
     """Samples of a full pool: 'blocks' and 'stream' round down to whole batches."""
-    if case.policy == "none":
-        return 0
-    size = case.pool_size
-    if case.policy in ("blocks", "stream") and case.max_tokens is None and case.batch_size:
-        size -= size % case.batch_size
-    return size
+    return 0 if case.settings.is_off else case.settings.capacity
 
 
 def cost_of(case: Case, plan: Plan, survey: "Survey", batch: float) -> Cost:

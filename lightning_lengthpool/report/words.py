@@ -79,12 +79,15 @@ def setting(case: Case) -> str:
     """The pool of a case.
 
     Example:
-        >>> setting(Case("stream", 1000, 8, 4, has_reference=True)), setting(Case("none", 0, 8, 4))
-        ('stream, pool_size 1000, reference_lengths', 'no pool')
+        >>> setting(Case(PoolSettings(policy="stream"), world_size=8, has_reference=True))
+        'stream, pool_size 1000, reference_lengths'
+        >>> setting(Case(PoolSettings(policy="none"), world_size=8))
+        'no pool'
     """
-    if case.policy == "none" or not case.pool_size:
+    settings = case.settings
+    if settings.is_off:
         return "no pool"
-    return f"{case.policy}, pool_size {case.pool_size}" + (", reference_lengths" if case.has_reference else "")
+    return f"{settings.policy}, pool_size {settings.pool_size}" + (", reference_lengths" if case.has_reference else "")
 
 
 def ranks(count: int) -> str:

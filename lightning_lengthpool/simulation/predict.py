@@ -1,7 +1,6 @@
 """What a setting would waste, predicted from lengths by simulation, with an interval."""
 
-import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,18 +9,26 @@ import numpy as np
 from lightning_lengthpool.ordering.settings import PoolSettings
 from lightning_lengthpool.simulation.cases import Case, Job, Lengths, Replay, Table
 from lightning_lengthpool.simulation.parallel import spread
-from lightning_lengthpool.simulation.uncertainty import Bootstrap, Interval, Scored, Seconds, interval, rank_variances
+from lightning_lengthpool.simulation.uncertainty import (
+    Bootstrap,
+    Interval,
+    Scored,
+    Seconds,
+    budget_variances,
+    interval,
+    rank_variances,
+)
 
 __all__ = ["Case", "Interval", "Lengths", "Prediction", "predict"]
 
 _RANKS = 64  # at least so many are simulated, as several worlds if a world is smaller
-_CHUNK = 32  # ranks of one piece of work
-_BUDGET = 12, 16, 150  # simulations with a token budget of resampled lengths; ranks and steps of each
+_CHUNK = 32  # ranks of one job
+_RESAMPLED, _RESAMPLED_RANKS, _RESAMPLED_STEPS = 12, 16, 150  # simulations of resampled lengths, with a token budget
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a case would waste, by `cost`'s formulas.
+    """What a case would waste, by the formulas of `ordering.efficiency`.
 
     Attributes:
         case: The setting.
@@ -42,7 +49,6 @@ def predict(
     *,
     seconds: Seconds | None = None,
     steps: int = 1000,
-    seed: int = 42,
     progress: Callable[[int], None] | None = None,
 ) -> list[Prediction]:
     """Predict what each case would waste in its first steps.
@@ -60,14 +66,14 @@ def predict(
     whose longest sample is twice the next one it held in 50 to 85 of 100 at 8 ranks, and in 26 to 54 at 64. See
     `benchmarks/advise_speed.py`.
 
-    Work is spread over the CPU cores that this process may use; the figures do not depend on their number.
+    Work is spread over the CPU cores that this process may use; the figures do not depend on their number. Draws are
+    seeded by the seed of each case's settings.
 
     Args:
         lengths: What is known of the data set.
         cases: The settings.
         seconds: What a micro-batch costs, from its padded tokens and its longest sample; None for the padded tokens.
         steps: Steps that are simulated.
-        seed: Seed of the policies, and of the draws.
         progress: Called with the number of cases that are done, now and then.
 
     Returns:
@@ -81,98 +87,94 @@ def predict(
             if getattr(case, name) < 1:
                 raise ValueError(f"{name} is {getattr(case, name)}, expected at least 1")
     table = Table(lengths)
-    groups: dict[Case, list[int]] = defaultdict(list)  # cases that differ in world_size only share a simulation
+    groups: dict[Case, list[int]] = defaultdict(list)  # cases that share a simulation
     for number, case in enumerate(cases):
-        groups[_canonical(case)].append(number)
-    jobs: list[Job] = []
-    for group, numbers in groups.items():
-        world = max(cases[number].world_size for number in numbers)
-        columns = table.columns(max(world, _RANKS))
-        jobs += [
-            Job(group, tuple(columns[first : first + _CHUNK]), _whole_pools(group, steps), seed, first)
-            for first in range(0, len(columns), _CHUNK)
-        ]
-        if group.max_tokens is not None:
-            count, ranks, short = _BUDGET
-            few = tuple(table.columns(_RANKS)[: min(ranks, max(2, world))])
-            jobs += [
-                Job(group, few, min(steps, short) * group.accumulate, seed, -1 - number) for number in range(count)
-            ]
-    left = {group: sum(job.case == group for job in jobs) for group in groups}
-    found: dict[Case, dict[int, Replay]] = defaultdict(dict)
+        groups[_simulated(case)].append(number)
+    jobs = [
+        job
+        for group, numbers in groups.items()
+        for job in _jobs(group, max(cases[number].world_size for number in numbers), table, steps)
+    ]
+    bootstrap = Bootstrap(table, seconds)
+    jobs_of_group = Counter(job.case for job in jobs)
+    replays: dict[Case, dict[int, Replay]] = defaultdict(dict)  # by the job's first rank
     predictions: dict[int, Prediction] = {}
-    bootstrap = Bootstrap(table, seconds, seed)
     for index, replay in spread(table.run, jobs, [job.seconds for job in jobs]):
-        job = jobs[index]
-        found[job.case][job.first] = replay
-        left[job.case] -= 1
-        if not left[job.case]:
-            parts = found.pop(job.case)
-            whole = Replay.join([parts[first] for first in sorted(parts) if first >= 0])
-            scored = Scored(table, whole, job.case.accumulate, seconds, _pieces(job.case, whole.samples.shape[1]))
-            small = [Scored(table, parts[first], job.case.accumulate, seconds) for first in sorted(parts) if first < 0]
-            for number in groups[job.case]:
-                predictions[number] = _prediction(cases[number], table, scored, small, bootstrap)
-            if progress is not None:
-                progress(len(predictions))
+        group, first = jobs[index].case, jobs[index].first
+        replays[group][first] = replay
+        if len(replays[group]) < jobs_of_group[group]:
+            continue
+        parts = sorted(replays.pop(group).items())
+        whole = Replay.join([part for first, part in parts if first >= 0])
+        scored = Scored(table, whole, group.accumulate, seconds, _pieces(group, whole.samples.shape[1]))
+        resampled = [Scored(table, part, group.accumulate, seconds) for first, part in parts if first < 0]
+        for number in groups[group]:
+            predictions[number] = _prediction(cases[number], table, scored, resampled, bootstrap)
+        if progress is not None:
+            progress(len(predictions))
     return [predictions[number] for number in range(len(cases))]
 
 
-def _canonical(case: Case) -> Case:
-    """The case without what does not matter to a simulation of its ranks."""
-    if case.policy == "none" or not case.pool_size:
-        case = replace(case, policy="none", pool_size=0, max_tokens=None, has_reference=False)
-    return replace(case, world_size=0)
+def _simulated(case: Case) -> Case:
+    """The case without what does not matter to a simulation of its ranks: one serves all sizes of worlds."""
+    settings, has_reference = replace(case.settings, warmup=None, reference=None), case.has_reference
+    if settings.is_off:
+        settings = PoolSettings(batch_size=settings.slot_size, pool_size=0, policy="none", seed=settings.seed)
+        has_reference = False
+    return Case(settings, 0, case.accumulate, has_reference)
+
+
+def _jobs(case: Case, world_size: int, table: Table, steps: int) -> list[Job]:
+    """The jobs that simulate a case for worlds of up to so many ranks."""
+    columns = table.columns(max(world_size, _RANKS))
+    batches = _whole_pools(case, steps)
+    jobs = [
+        Job(case, tuple(columns[first : first + _CHUNK]), batches, first) for first in range(0, len(columns), _CHUNK)
+    ]
+    if case.settings.max_tokens is not None:
+        few = tuple(columns[: min(_RESAMPLED_RANKS, max(2, world_size))])
+        batches = min(steps, _RESAMPLED_STEPS) * case.accumulate
+        jobs += [Job(case, few, batches, -1 - number) for number in range(_RESAMPLED)]
+    return jobs
 
 
 def _whole_pools(case: Case, steps: int) -> int:
     """Micro-batches for so many steps; of pools that leave as a whole as many more as use them up, for the batch with
     the longest samples comes once in each, and what it costs is a good part of all waiting."""
-    batches = steps * case.accumulate
-    if case.policy not in ("pool", "blocks") or case.batch_size is None:
+    settings, batches = case.settings, steps * case.accumulate
+    if settings.is_off or settings.is_stream or settings.batch_size is None:
         return batches
-    size = _capacity(case)
-    whole = -(-batches * case.batch_size // max(1, size)) * size // case.batch_size // case.accumulate
-    return max(batches, min(whole, 10 * steps) * case.accumulate)  # a huge pool would need too much memory
-
-
-def _capacity(case: Case) -> int:
-    return PoolSettings(batch_size=case.batch_size, pool_size=case.pool_size, policy=case.policy).capacity
+    pools = -(-batches * settings.batch_size // settings.capacity)
+    whole_steps = pools * settings.capacity // settings.batch_size // case.accumulate
+    return max(batches, min(whole_steps, 10 * steps) * case.accumulate)  # a huge pool would need too much memory
 
 
 def _pieces(case: Case, batches: int) -> int:
     """Pieces in time whose figures are independent: pools that make the same batches in each, or else any 20."""
-    is_ordered = case.policy == "blocks" or (case.policy == "pool" and case.batch_size == 1)
-    if not is_ordered or case.accumulate > 1 or case.batch_size is None:
+    settings = case.settings
+    is_ordered = settings.policy == "blocks" or (settings.policy == "pool" and settings.batch_size == 1)
+    if not is_ordered or case.accumulate > 1 or settings.batch_size is None:
         return 20
-    pools, rest = divmod(batches, _capacity(case) // case.batch_size)
+    pools, rest = divmod(batches, settings.capacity // settings.batch_size)
     return 20 if rest else min(pools, 20)
 
 
-def _prediction(case: Case, table: Table, scored: Scored, small: Sequence[Scored], bootstrap: Bootstrap) -> Prediction:
+def _prediction(
+    case: Case, table: Table, scored: Scored, resampled: Sequence[Scored], bootstrap: Bootstrap
+) -> Prediction:
     ranks, width = scored.costs.shape[1], case.world_size
-    order = np.arange(ranks)
-    is_surveyed = table.ranks in (1, width)
-    if not is_surveyed:
-        order = np.random.default_rng(0).permutation(ranks)
+    is_known_world = table.ranks in (1, width)
+    order = np.arange(ranks) if is_known_world else np.random.default_rng(0).permutation(ranks)
     worlds = order[: ranks // width * width].reshape(-1, width)
     figures, variances = scored.figures(worlds), scored.chance(worlds) ** 2
-    if small:
-        found = np.array([own.figures(np.arange(own.costs.shape[1])[None]) for own in small])
-        by_chance = np.mean([own.chance(np.arange(own.costs.shape[1])[None]) ** 2 for own in small], axis=0)
-        found_variance = found.var(axis=0, ddof=1)
-        waste, base = np.abs(figures - [0, 0, 1]), np.abs(found.mean(axis=0) - [0, 0, 1])
-        # what these waste themselves may be another part of it: few ranks wait less
-        variances += np.maximum(found_variance - by_chance, found_variance / 4) * (waste / np.maximum(base, 1e-9)) ** 2
-        differences = np.zeros((1, 3))
+    differences = np.zeros((1, 3))
+    if resampled:
+        variances += budget_variances(figures, resampled)
     else:
         differences = bootstrap.differences(scored, worlds)
-    if not is_surveyed:
+    if not is_known_world:
         variances += rank_variances(scored, table.ranks, width)
-    return Prediction(
-        case,
-        *(
-            interval(float(value), own, math.sqrt(variance))
-            for value, own, variance in zip(figures, differences.T, variances, strict=True)
-        ),
+    idle, padding, useful = (
+        interval(float(figures[i]), differences[:, i], float(variances[i]) ** 0.5) for i in range(3)
     )
+    return Prediction(case, idle, padding, useful)

@@ -6,7 +6,7 @@ each step kept (to first order it stays the slowest) all sums are linear in what
 serves as many bootstrap samples as wanted.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from statistics import NormalDist
 from typing import NamedTuple
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_lengthpool.ordering import efficiency
-from lightning_lengthpool.simulation.cases import Replay, Table, starts_of
+from lightning_lengthpool.simulation.cases import Replay, Table
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -53,7 +53,7 @@ class Scored:
         self.blocks = blocks
         lengths = table.lengths if replay.lengths is None else replay.lengths
         self.replay, self.accumulate = replay, accumulate
-        tokens = np.add.reduceat(lengths[replay.chosen], starts_of(replay.samples)).reshape(replay.samples.shape).T
+        tokens = np.add.reduceat(lengths[replay.chosen], replay.starts).reshape(replay.samples.shape).T
         self.longest = table.longest(replay)
         longest = lengths[self.longest]
         padded: Array = replay.samples.T * longest
@@ -105,12 +105,10 @@ class Bootstrap:
     Args:
         table: The lengths.
         seconds: As for `predict`.
-        seed: Of the draws.
     """
 
-    def __init__(self, table: Table, seconds: Seconds | None, seed: int) -> None:
+    def __init__(self, table: Table, seconds: Seconds | None) -> None:
         self._table, self._seconds = table, seconds
-        self._seed = seed
         self._costs: dict[float, Array] = {}
 
     @cached_property
@@ -118,7 +116,7 @@ class Bootstrap:
         """`[samples of the bootstrap + 1, lengths]`: the first are the lengths themselves."""
         own = self._table.lengths
         count = int(min(max(4e6 // len(own), 40), _SAMPLES))  # with many lengths a few samples say enough
-        rng = np.random.default_rng((self._seed, 1))
+        rng = np.random.default_rng((42, 1))
         return np.stack([own, *(own[self._table.resampled(rng)] for _ in range(count))])
 
     def costs(self, samples: float) -> Array:
@@ -152,6 +150,19 @@ class Bootstrap:
             )
         differences: Array = found[1:] - found[0]
         return differences
+
+
+def budget_variances(figures: Array, resampled: Sequence[Scored]) -> Array:
+    """The variance of figures by what is known of the lengths, from small simulations of resampled ones."""
+    worlds = [np.arange(small.costs.shape[1])[None] for small in resampled]
+    found = np.array([small.figures(world) for small, world in zip(resampled, worlds, strict=True)])
+    by_chance = np.mean([small.chance(world) ** 2 for small, world in zip(resampled, worlds, strict=True)], axis=0)
+    variances = found.var(axis=0, ddof=1)
+    # what these waste themselves may be another part of it: few ranks wait less
+    none_wasted = np.array([0, 0, 1])
+    scale = np.abs(figures - none_wasted) / np.maximum(np.abs(found.mean(axis=0) - none_wasted), 1e-9)
+    scaled: Array = np.maximum(variances - by_chance, variances / 4) * scale**2
+    return scaled
 
 
 def rank_variances(scored: Scored, surveyed: int, width: int) -> Array:

@@ -28,6 +28,7 @@ from lightning_lengthpool.advise.facts import (
 )
 from lightning_lengthpool.advise.scan.scan import BatchCheck, Stream, Survey
 from lightning_lengthpool.ordering.efficiency import idle_fraction
+from lightning_lengthpool.ordering.settings import PoolSettings
 from lightning_lengthpool.runs.records import COLUMNS
 from lightning_lengthpool.runs.run import load_run
 from lightning_lengthpool.runs.steps_file import StepsFile
@@ -62,7 +63,7 @@ def checks(survey, plan=POOL, *, idle=0.05, without=0.5, width=0.01, machine_byt
         survey=survey,
         plan=plan,
         today=predicted(idle, width=width),
-        baselines=[predicted(without, case=Case("none", 0, plan.world_size, plan.batch_size or 1))],
+        baselines=[predicted(without, case=Case(PoolSettings(plan.batch_size or 1, 0, "none"), plan.world_size))],
         cost=cost_of(plan.case, plan, survey, batch),
         relation=relate(plan, survey, batch, plan.case),
         difference=difference_of_ranks(survey.costs_by_rank()),
@@ -321,9 +322,9 @@ def test_costs_of_a_pool_that_is_handed_out_and_of_one_that_stays_full():
     assert pool.first_batch_seconds == pytest.approx(1000 * 0.004) and pool.stall_seconds == 0
     assert pool.batch_seconds == pytest.approx(4 * 0.004 / 2)
     assert pool.restore_seconds == pytest.approx(1000 * 0.003 + 1000 * 0.004)
-    stream = cost_of(replace(plan.case, policy="stream", pool_size=1002), plan, survey, 4)
+    stream = cost_of(plan.with_pool("stream", 1002), plan, survey, 4)
     assert stream.pool_samples == 1000 and stream.worker_bytes == 1000 * 40_000 + 4 * 1000 * 8
-    off = cost_of(Case("none", 0, 8, 4), plan, survey, 4)
+    off = cost_of(Case(PoolSettings(4, 0, "none"), 8), plan, survey, 4)
     assert off.pool_samples == 0 and off.worker_bytes == 0 and off.restore_seconds == 0
     warm = cost_of(plan.case, replace(plan, warmup=(100, 5)), survey, 4)
     assert warm.first_batch_seconds == pytest.approx(0.4)
@@ -337,7 +338,7 @@ def test_costs_of_a_pool_that_is_handed_out_and_of_one_that_stays_full():
 
 
 def test_the_relation_of_pool_batch_and_workers():
-    found = relate(replace(POOL, batch_size=4), surveyed(), 4, replace(POOL.case, policy="stream", pool_size=3000))
+    found = relate(replace(POOL, batch_size=4), surveyed(), 4, POOL.with_pool("stream", 3000))
     assert found.batches_per_pool == 250 and found.rank_samples == 2000 and found.rank_share == 50_000
     text = "; ".join(found.sentences)
     for part in ("holds 250 batches", "each of the 2 workers", "holds 2,000 samples", "hold 4.0 % of them", "3,000"):
@@ -348,7 +349,7 @@ def test_the_relation_of_pool_batch_and_workers():
 
 
 def test_the_bottleneck_from_the_lengths_alone():
-    best = predicted(0.06, case=Case("stream", 1000, 8, 1))
+    best = predicted(0.06, case=Case(PoolSettings(1, 1000, "stream"), 8))
     found = bound(predicted(0.5, 0.2), best, 0.25, None, "", "padded tokens")
     assert (found.speed_up_any, found.speed_up_pool, found.speed_up_useful) == (2.0, 1.5, 2.5)
     text = "; ".join(found.sentences)
@@ -586,7 +587,7 @@ def test_the_shares_of_the_classes_are_those_of_the_plan(monkeypatch):
     monkeypatch.setattr(
         advisor,
         "predict",
-        lambda lengths, *rest, **named: seen.append(lengths) or predict(lengths, *rest, steps=20, **named),
+        lambda lengths, cases, **named: seen.append((lengths, cases)) or predict(lengths, cases, steps=20, **named),
     )
     survey = surveyed(ranks=2, samples=50)
     kinds = tuple("ab"[place % 2] for place in range(50))
@@ -594,15 +595,15 @@ def test_the_shares_of_the_classes_are_those_of_the_plan(monkeypatch):
     plan = replace(POOL, policy="stream", pool_size=100, world_size=2, class_shares={"a": 0.2, "b": 0.3, "c": 0.5})
     recommended(survey, plan, sizes=(100,))
     recommended(survey, replace(plan, class_shares={"a": 1.0}), sizes=(100,))
-    assert seen[0].class_shares == pytest.approx([0.4, 0.6]) and seen[1].class_shares is None
-    assert [own.tolist() for own in seen[0].classes] == [[0, 1] * 50] * 2
+    assert [cases[-1].settings.class_shares for _, cases in seen] == [plan.class_shares, {"a": 1.0}]
+    assert [list(own) for own in seen[0][0].classes] == [["a", "b"] * 50] * 2
 
 
 def test_a_warmup_goes_with_pool_and_blocks_only():
     plan = replace(POOL, warmup=(100, 5))
-    case = replace(plan.case, policy="stream")
+    case = plan.with_pool("stream", plan.pool_size)
     assert yaml.safe_load(yaml_lines(plan, case))["data"]["init_args"] == {"policy": "stream", "pool_warmup": None}
-    more = yaml_lines(plan, replace(plan.case, pool_size=3000))
+    more = yaml_lines(plan, plan.with_pool("pool", 3000))
     assert yaml.safe_load(more)["data"]["init_args"] == {"pool_size": 3000}
 
 
@@ -610,7 +611,7 @@ def test_a_warmup_goes_with_pool_and_blocks_only():
 @pytest.mark.parametrize("budget", [4096.0, 2_000_000.0, 1500.5])
 def test_lines_to_paste_have_any_path_and_number(folder, budget):
     plan = Plan(batch_size=None, max_tokens=budget, is_known=False, lengths_file=f"{folder}/lengths.csv")
-    case = Case("stream", 1000, 8, None, max_tokens=budget, has_reference=True)
+    case = Case(PoolSettings(None, 1000, "stream", max_tokens=budget), 8, has_reference=True)
     assert yaml.safe_load(yaml_lines(plan, case))["data"]["init_args"] == {
         "policy": "stream",
         "pool_size": 1000,
@@ -677,7 +678,7 @@ def test_the_sweep_has_each_policy_pool_size_and_world_size_once(advice):
     }
     assert {c.pool_size for c in cases if c.has_reference} == {100, 1000}
     assert {c.world_size for c in cases if c.has_reference} == {8}
-    assert advice.today.case == Case("pool", 100, 8, 4)
+    assert advice.today.case == Case(PoolSettings(4, 100, "pool"), 8)
     for found in advice.predictions:
         for value in (found.idle, found.padding, found.useful):
             assert 0 <= value.low <= value.mean <= value.high <= 1
@@ -733,7 +734,7 @@ def test_lengths_alone_with_a_token_budget():
     survey = Survey(ranks=1, num_workers=0, streams=(Stream(0, 0, lengths, lengths),), has_ranks=False, asked=1000)
     plan = Plan(batch_size=None, max_tokens=40_000.0, world_size=4, is_known=False)
     advice, lines = recommended(survey, plan, sizes=(300,))
-    assert advice.today.case == Case("none", 0, 4, 40_000 // int(lengths.max()))
+    assert advice.today.case == Case(PoolSettings(40_000 // int(lengths.max()), 0, "none"), 4)
     assert {"policy": "stream", "pool_size": 300, "max_tokens": 40_000} == {
         name: value for name, value in lines.items() if name != "reference_lengths"
     }

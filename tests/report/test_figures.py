@@ -8,6 +8,7 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 from lightning_lengthpool.advise.advice import Advice
+from lightning_lengthpool.ordering.settings import PoolSettings
 from lightning_lengthpool.report import figures, tables
 from lightning_lengthpool.runs.records import COLUMNS
 from lightning_lengthpool.runs.steps_file import StepsFile
@@ -137,7 +138,7 @@ def test_compare_figure(tmp_path, absent):
 
 
 def forecast(idle: float, policy: str, pool_size: int, world_size: int, has_reference: bool = False) -> Prediction:
-    case = Case(policy, pool_size, world_size, 4, has_reference=has_reference)
+    case = Case(PoolSettings(4, pool_size, policy), world_size, has_reference=has_reference)
     value = Interval(idle, 0.9 * idle, 1.1 * idle)
     return Prediction(case, value, value, value)
 
@@ -150,7 +151,7 @@ def advice_of(worlds: tuple[int, ...], scale: float = 1.0, sizes: tuple[int, ...
         for policy, factor in (("pool", 2.0), ("stream", 1.5)):
             rows += [forecast(scale * factor / size, policy, size, world) for size in sizes]
     rows += [forecast(scale / size, "stream", size, worlds[0], True) for size in sizes]
-    recommendation = SimpleNamespace(case=Case("stream", 1000, worlds[0], 4))
+    recommendation = SimpleNamespace(case=Case(PoolSettings(4, 1000, "stream"), worlds[0]))
     return SimpleNamespace(predictions=tuple(rows), today=rows[0], recommendation=recommendation)  # type: ignore[return-value]
 
 
