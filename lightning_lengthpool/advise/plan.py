@@ -15,7 +15,6 @@ from lightning_lengthpool.advise.advisor import Plan
 from lightning_lengthpool.advise.scan.scan_worker import named
 from lightning_lengthpool.advise.world import world_of
 from lightning_lengthpool.data.datamodule import LengthPoolDataModule
-from lightning_lengthpool.ordering.reference_lengths import read_reference_lengths, with_reference
 from lightning_lengthpool.ordering.settings import check_integer
 from lightning_lengthpool.runs.run import Run
 
@@ -70,14 +69,10 @@ def make_data(config: Any) -> LengthPoolDataModule:
 
 def _prepare(module: LengthPoolDataModule) -> None:
     """Let a derived module find its data; the checks of training are not made, for most of them the advice makes."""
-    setup = LengthPoolDataModule.setup
-    LengthPoolDataModule.setup = lambda self, stage: None  # type: ignore[method-assign]
-    try:
-        with named(f"the data of {type(module).__qualname__} cannot be set up without a trainer"):
-            module.prepare_data()
-            module.setup("fit")
-    finally:
-        LengthPoolDataModule.setup = setup  # type: ignore[method-assign]
+    module.checks_data = False
+    with named(f"the data of {type(module).__qualname__} cannot be set up without a trainer"):
+        module.prepare_data()
+        module.setup("fit")
 
 
 def plan_of(
@@ -106,7 +101,7 @@ def plan_of(
         notes += said
     settings, file = module.settings, module.reference_lengths
     if file is not None and Path(file).is_file():
-        settings = with_reference(settings, read_reference_lengths(file), module.class_fn)
+        settings = module.complete_settings()
     elif file is not None:
         notes.append(
             f"reference_lengths is {str(file)!r}, and no file is there yet: the predictions take the lengths that are "
@@ -117,7 +112,7 @@ def plan_of(
         pool_size=settings.pool_size,
         batch_size=module.batch_size,
         max_tokens=settings.max_tokens,
-        num_workers=module.num_workers,
+        num_workers=module.source.num_workers,
         world_size=ranks,
         accumulate=trainer.get("accumulate_grad_batches") or 1,
         seed=settings.seed,

@@ -1,6 +1,5 @@
 """`LengthPoolDataModule`: from Lightning's trainer to energon's loaders, one stream per data-parallel rank."""
 
-import math
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -8,41 +7,33 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
-from megatron.energon import SavableDataLoader, TaskEncoder, WorkerConfig, get_savable_loader, get_train_dataset
+from megatron.energon import TaskEncoder, WorkerConfig
 
 from lightning_lengthpool.classes import packed_class
 from lightning_lengthpool.cost_models import CostModel
-from lightning_lengthpool.data.checks import check_numbers, check_settings, check_training, try_encoder
-from lightning_lengthpool.data.evaluation import check_evaluation, evaluation_loader, prediction_split
+from lightning_lengthpool.data.checks import check_same_on_all_ranks, check_settings, check_training, try_encoder
+from lightning_lengthpool.data.evaluation import EvalLoader, check_evaluation, evaluation_loader, prediction_split
 from lightning_lengthpool.data.fit_progress import FitProgress, does
-from lightning_lengthpool.data.loaders import EvalLoader, State, TrainLoader
-from lightning_lengthpool.data.pools.dataset import LengthPoolDataset
-from lightning_lengthpool.data.reading.data_identity import Description, data_fingerprint, describe_data
-from lightning_lengthpool.data.reading.paths import data_path
-from lightning_lengthpool.data.reading.splits import split_size
+from lightning_lengthpool.data.reading.data_identity import Description, describe_data
 from lightning_lengthpool.data.resume.data_state import DataState
 from lightning_lengthpool.data.resume.resume import Resume
-from lightning_lengthpool.data.task_encoder import (
-    check_encoder,
-    length_pool,
-    methods_not_stateless,
-    methods_with_seeds,
-    require_length_pool,
-)
+from lightning_lengthpool.data.source import DataPath, Source, Training
+from lightning_lengthpool.data.task_encoder import methods_with_seeds
+from lightning_lengthpool.data.train_loader import State, TrainLoader
 from lightning_lengthpool.ordering.local_paths import file_path
 from lightning_lengthpool.ordering.reference_lengths import (
     ReferenceLengths,
     batches_of,
+    check_reference,
     read_reference_lengths,
     with_reference,
 )
-from lightning_lengthpool.ordering.settings import PoolSettings, PoolWarmup, check_integer, require_stream
+from lightning_lengthpool.ordering.settings import PoolSettings, PoolWarmup, check_integer
 from lightning_lengthpool.ranks.data_rank import Agreement, DataRank, check_data_rank, find_data_rank
-from lightning_lengthpool.ranks.store import is_distributed, is_rank_zero
-
-_FIRST_BATCH_TIMEOUT = 600.0  # seconds until energon's watchdog speaks up: the first batch waits for a whole pool
+from lightning_lengthpool.ranks.store import is_rank_zero
 
 
 class LengthPoolDataModule(LightningDataModule):
@@ -150,20 +141,8 @@ class LengthPoolDataModule(LightningDataModule):
             raise ValueError(f"rank is {rank} and world_size is {world_size}: set both, or neither")
         if not sys.platform.startswith("linux"):
             raise RuntimeError(f"lightning_lengthpool runs on Linux only (energon forks), this is {sys.platform!r}")
-        if class_shares is not None and class_fn is None:
-            class_fn = packed_class
-        for name, value in (
-            ("class_shares", class_shares),
-            ("reference_lengths", reference_lengths),
-            ("class_fn", class_fn),
-        ):
-            if value is not None:
-                require_stream(policy, pool_size, name, repr(value))
-        if class_fn is not None and class_shares is None and reference_lengths is None:
-            raise ValueError(
-                "class_fn is set, but nothing tells how many batches each class has. Set class_shares, say {packed: "
-                "0.3, single: 0.7}, or reference_lengths with a column 'class'."
-            )
+        self.class_fn = packed_class if class_fn is None and class_shares is not None else class_fn
+        #: The pool as it is set; `complete_settings` adds what stands in the file of reference lengths.
         self.settings = PoolSettings(
             batch_size=batch_size,
             pool_size=pool_size,
@@ -174,46 +153,110 @@ class LengthPoolDataModule(LightningDataModule):
             warmup=pool_warmup,
             max_tokens=max_tokens,
             over_budget=over_budget,
-            class_fn=None if class_shares is None else class_fn,  # else with the shares that the file tells
+            class_fn=None if class_shares is None else self.class_fn,  # else with the shares that the file tells
             class_shares=class_shares,
         )
-        check_numbers(
+        check_reference(self.settings, reference_lengths, self.class_fn)
+        if val_batch_size is None:
+            val_batch_size = 1 if batch_size is None and packing_buffer_size is None else batch_size
+        #: Where samples come from.
+        self.source = Source(
+            path=path,
+            task_encoder=task_encoder,
+            val_path=val_path,
+            val_batch_size=val_batch_size,
+            num_workers=num_workers,
             shuffle_buffer_size=shuffle_buffer_size,
             packing_buffer_size=packing_buffer_size,
             max_samples_per_sequence=max_samples_per_sequence,
-            virtual_epoch_length=virtual_epoch_length,
-            val_batch_size=val_batch_size,
-        )
-        check_settings(
-            self.settings,
-            packing_buffer_size=packing_buffer_size,
-            num_workers=num_workers,
             failure_tolerance=failure_tolerance,
-            resume=resume,
+            skip_tolerance=skip_tolerance,
         )
-        self._given_rank = None if rank is None or world_size is None else check_data_rank(rank, world_size)
-        self.skip_tolerance = check_integer("skip_tolerance", skip_tolerance, minimum=0, hint="0 for no limit")
-        self.path = data_path(path)
-        self.val_path = self.path if val_path is None else data_path(val_path, "val_path")
-        self.task_encoder = task_encoder
-        check_encoder(task_encoder)
-        self.failure_tolerance = failure_tolerance
-        self.resume = resume
-        self.val_batch_size = val_batch_size or batch_size or (1 if packing_buffer_size is None else None)
-        self.class_fn = class_fn
+        check_settings(self.settings, self.source)
+        #: Whether `setup` checks the data; turn it off where they are only read and nothing is trained.
+        self.checks_data = True
         self.reference_lengths = (
             None if reference_lengths is None else file_path(reference_lengths, "reference_lengths")
         )
-        self.num_workers = num_workers
-        self.shuffle_buffer_size = shuffle_buffer_size
-        self.packing_buffer_size = packing_buffer_size
-        self.max_samples_per_sequence = max_samples_per_sequence
-        self.virtual_epoch_length = virtual_epoch_length
-        self._data: list[Description] | None = None  # once it is looked at
-        self._reference: ReferenceLengths | None = None
-        self._batches_of_a_sample: float | None = None  # with a token budget, once it is estimated
-        self._eval_loader: EvalLoader | None = None
+        self.virtual_epoch_length = (
+            None
+            if virtual_epoch_length is None
+            else check_integer("virtual_epoch_length", virtual_epoch_length, minimum=1)
+        )
+        self._given_rank = None if rank is None or world_size is None else check_data_rank(rank, world_size)
         self._resume = Resume(resume, type(self).__qualname__, methods_with_seeds(task_encoder))
+        self._eval_loader: EvalLoader | None = None
+        self._reference: ReferenceLengths | None = None  # once the file is read
+        self._data: list[Description] | None = None  # once the data are looked at
+        self._first_costs: list[float] | None = None  # with a token budget, once the encoder is tried
+
+    # ---- settings
+
+    @property
+    def path(self) -> DataPath:
+        """The data set. A derived class may set it as late as in its `setup`, before it calls this class's."""
+        return self.source.path
+
+    @path.setter
+    def path(self, value: DataPath) -> None:
+        self.source, self._data = replace(self.source, path=value), None
+
+    @property
+    def val_path(self) -> DataPath:
+        """The data set of validation and test; as `path`."""
+        return self.source.eval_path
+
+    @val_path.setter
+    def val_path(self, value: DataPath) -> None:
+        self.source = replace(self.source, val_path=value)
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of a micro-batch; Lightning's Tuner sets it."""
+        return self.settings.batch_size
+
+    @batch_size.setter
+    def batch_size(self, value: int | None) -> None:
+        self.settings = replace(self.settings, batch_size=value)
+
+    @property
+    def data_rank(self) -> DataRank:
+        """Which of the data-parallel ranks this process is."""
+        return find_data_rank(self.trainer, self._given_rank)
+
+    def complete_settings(self) -> PoolSettings:
+        """The pool's settings with what stands in the file of reference lengths, which is read once.
+
+        Raises:
+            FileNotFoundError, ValueError: If the file cannot be read, or does not fit the settings.
+        """
+        if self.reference_lengths is None:
+            return self.settings
+        self._reference = self._reference or read_reference_lengths(self.reference_lengths)
+        return with_reference(self.settings, self._reference, self.class_fn)
+
+    def pool_settings(self) -> dict[str, Any]:
+        """What `SyncMonitor` reports and bases its advice on, in plain numbers.
+
+        Returns:
+            `policy`, `batch_size`, `num_workers`, `pool_size`; `rank_samples`, how many samples of the training split
+            fall to one rank (None if the data cannot be read); with a token budget `max_tokens`.
+        """
+        settings, budget = self.settings, self.settings.max_tokens
+        try:
+            rank_samples = self.source.training_samples() // self.data_rank.world_size
+        except (OSError, ValueError):
+            rank_samples = None
+        return {
+            "policy": settings.policy,
+            "batch_size": settings.batch_size,
+            "num_workers": self.source.num_workers,
+            "pool_size": settings.pool_size,
+            "rank_samples": rank_samples,
+            **({} if budget is None else {"max_tokens": float(budget)}),
+        }
+
+    # ---- Lightning's hooks
 
     def setup(self, stage: str) -> None:
         """Check the data on all ranks alike, before any loader or worker exists.
@@ -222,15 +265,11 @@ class LengthPoolDataModule(LightningDataModule):
             FileNotFoundError, ValueError: See the message: it names the setting or the sample, and the way out. Where
                 only other ranks fail, this one raises as well, so that none of them waits for ever.
         """
+        if not self.checks_data:
+            return
         error: Exception | None = None
         try:
-            if stage == "fit":
-                self._estimate(check_training(self, self._pool_settings()))
-                self._data = describe_data(self.path, "train")
-            if stage == "predict":
-                check_evaluation(self, prediction_split(self.val_path), required=True)
-            elif stage in ("fit", "validate", "test"):
-                check_evaluation(self, "test" if stage == "test" else "val", required=stage != "fit")
+            self._check_data(stage)
         except Exception as caught:
             error = caught
         agreement = self._agreement()
@@ -240,35 +279,23 @@ class LengthPoolDataModule(LightningDataModule):
         if failed:
             raise ValueError(f"the data could not be set up on {failed} other rank(s): see their messages")
         if stage == "fit":
-            self._agree(agreement)
-            self._resume.begin_fit()
             settings = self._saved_settings()
+            check_same_on_all_ranks(agreement, self.data_rank, self.source, self._reference, settings)
+            self._resume.begin_fit()
             self._resume.take_up_handover(settings, agreement, self.data_rank, keep=self._is_writer())
 
-    def _agree(self, agreement: Agreement) -> None:
-        """Check that what the order depends on is the same on all ranks; each rank asks the same questions."""
-        rank, world_size = self.data_rank
-        if is_distributed() and world_size > 1 and agreement.is_same(str(rank)):
-            raise ValueError(
-                f"rank is {rank} on all ranks, and world_size is {world_size}: all would train on the same samples. "
-                "Give each process its own rank (not in a YAML that they share), or leave both out."
+    def _check_data(self, stage: str) -> None:
+        source, ranks, trainer = self.source, self.data_rank.world_size, self.trainer
+        if stage == "fit":
+            self._first_costs = check_training(
+                source, self.complete_settings(), ranks=ranks, resume=self._resume.mode, trainer=trainer
             )
-        if not agreement.is_same(str(self._reference)):
-            raise ValueError(
-                f"reference_lengths is {str(self.reference_lengths)!r}, but the file differs between the ranks (here "
-                f"it has {self._reference}): they would aim at different lengths. Give all ranks the same file."
-            )
-        settings = self._saved_settings()
-        if not agreement.is_same(data_fingerprint(settings.pop("path"))):
-            raise ValueError(
-                f"path is {str(self.path)!r}, where some ranks find other training data than others (old copies on "
-                "local disks, say): samples would be lost and others come twice. Give all ranks the same data."
-            )
-        if not agreement.is_same(str(sorted(settings.items()))):
-            raise ValueError(
-                f"the data module's settings differ between the ranks, here they are {settings}: the ranks would train "
-                "on different lengths at the same step. Give all ranks the same settings."
-            )
+            self._data = describe_data(source.path, "train")
+        if stage == "predict":
+            check_evaluation(source, prediction_split(source.eval_path), ranks, trainer, required=True)
+        elif stage in ("fit", "validate", "test"):
+            split = "test" if stage == "test" else "val"
+            check_evaluation(source, split, ranks, trainer, required=stage != "fit")
 
     def train_dataloader(self) -> TrainLoader:
         """This rank's endless stream, cut into epochs of `virtual_epoch_length` batches.
@@ -281,31 +308,18 @@ class LengthPoolDataModule(LightningDataModule):
         settings = self._saved_settings()
         self._resume.take_up_handover(settings, agreement, data_rank, keep=self._is_writer())
         self._resume.prepare(settings, agreement, data_rank)
-        length, progress = self._epoch_length(data_rank.world_size), FitProgress(self.trainer)
+        length, progress = self._epoch_length(agreement), FitProgress(self.trainer)
         own, is_resumed = self._state.own, self._state.is_loaded
         loader = TrainLoader(self._build, length, own, progress, self.boundary, is_resumed=is_resumed)
         self._state.attach(loader, settings, data_rank, agreement, self.trainer)
         return loader
 
-    def _build(self, state: State | None) -> tuple[SavableDataLoader, LengthPoolDataset, State | None]:
-        """Make energon's loader, when the first batch is asked for: by then a checkpoint's state has come."""
-        if self._resume.lacks_state(self.trainer):
-            state = None
-        worker_config = self._worker_config(self.num_workers)
-        dataset, pool = self._train_dataset(worker_config, self._pool_settings(), self.failure_tolerance)
-        if state is not None and (self.resume == "approximate" or not pool.dataset.can_restore_sample()):
-            state = self._approximate(pool, state)
-        pool.is_exact = self.resume == "exact"
-        # Without workers a collection every few batches would be the training process's; and in a worker it walks the
-        # whole pool, so it comes about once per pool.
-        pool_batches = self.settings.capacity // self.settings.slot_size
-        loader = get_savable_loader(
-            dataset,
-            checkpoint_every_sec=math.inf,  # the state travels with the batches
-            gc_collect_every_n_steps=max(10, pool_batches) if self.num_workers else 0,
-            watchdog_initial_timeout_seconds=_FIRST_BATCH_TIMEOUT,
-        )
-        return loader, pool, state
+    def _build(self, state: State | None) -> tuple[Training, State | None]:
+        """The training data, when the first batch is asked for: by then a checkpoint's state has come."""
+        rank, world_size = self.data_rank
+        workers = WorkerConfig(rank=rank, world_size=world_size, num_workers=self.source.num_workers)
+        training = self.source.training(self.complete_settings(), workers)
+        return training, self._resume.go_on(training.pool, state, self.source, self.trainer)
 
     def val_dataloader(self) -> EvalLoader | list[Any]:
         """The `val` split from its start at each run; no loader if the data set has no such split."""
@@ -315,14 +329,13 @@ class LengthPoolDataModule(LightningDataModule):
         """The `test` split, as `val_dataloader`."""
         return self._evaluation("test")
 
-    def predict_dataloader(self) -> EvalLoader:
+    def predict_dataloader(self) -> EvalLoader | list[Any]:
         """The `test` split, or `val` where there is no `test`, each sample once: ranks may have unequal counts."""
-        loader = self._evaluation(prediction_split(self.val_path), repeats=False)
-        assert isinstance(loader, EvalLoader)
-        return loader
+        return self._evaluation(prediction_split(self.val_path), repeats=False)
 
     def _evaluation(self, split: str, *, repeats: bool = True) -> EvalLoader | list[Any]:
-        loader = evaluation_loader(self, split, repeats=repeats)
+        agreement = self._agreement()
+        loader = evaluation_loader(self.source, split, self.data_rank, agreement, self.boundary, repeats=repeats)
         if loader is None:
             return []
         self._eval_loader = loader
@@ -336,22 +349,9 @@ class LengthPoolDataModule(LightningDataModule):
         """
         return self._eval_loader is not None and self._eval_loader.is_repeat(batch_idx)
 
-    @property
-    def batch_size(self) -> int | None:
-        """Samples of a micro-batch; Lightning's Tuner sets it."""
-        return self.settings.batch_size
-
-    @batch_size.setter
-    def batch_size(self, value: int | None) -> None:
-        self.settings = replace(self.settings, batch_size=value)
-
-    def pool_settings(self) -> dict[str, Any]:
-        """What `SyncMonitor` reports and bases its advice on, in plain numbers."""
-        numbers = {name: getattr(self, name) for name in ("batch_size", "num_workers")}
-        numbers["pool_size"] = self.settings.pool_size
-        plain = {name: None if value is None else int(value) for name, value in numbers.items()}
-        budget = self.settings.max_tokens
-        return {"policy": self.settings.policy, **plain, **({} if budget is None else {"max_tokens": float(budget)})}
+    def boundary(self) -> None:
+        """Called by the loaders before each batch, equally often on all ranks: a SLURM signal is handled here."""
+        self._state.boundary()
 
     def teardown(self, stage: str) -> None:
         """Stop the workers; where they stand in the training data is kept, for a checkpoint or another `fit`."""
@@ -373,15 +373,6 @@ class LengthPoolDataModule(LightningDataModule):
         self._state.close()
         if self._eval_loader is not None:
             self._eval_loader.close()
-
-    def boundary(self) -> None:
-        """Called by the loaders before each batch, equally often on all ranks: a SLURM signal is handled here."""
-        self._state.boundary()
-
-    @property
-    def dropped(self) -> int:
-        """Samples of this rank that were left out so far, for they cost more than max_tokens."""
-        return self._state.dropped
 
     # ---- the state of the data
 
@@ -409,135 +400,48 @@ class LengthPoolDataModule(LightningDataModule):
         self._resume.load(state_dict, self._saved_settings(), self.data_rank.rank, **arguments)
 
     @property
+    def dropped(self) -> int:
+        """Samples of this rank that were left out so far, because they cost more than max_tokens."""
+        return self._state.dropped
+
+    @property
     def _state(self) -> DataState:
         return self._resume.state
 
-    def _is_writer(self) -> bool:
-        return self.trainer.is_global_zero if self.trainer is not None else is_rank_zero()
-
     def _saved_settings(self) -> dict[str, Any]:
-        """What the state of the data depends on."""
-        settings = self._pool_settings()
+        """What an iterator state depends on, plain: another run goes on from it only with the same."""
+        settings = self.complete_settings()
         self._data = self._data or describe_data(self.path, "train")
-        numbers = {
-            "ranks": self.data_rank.world_size,
-            "num_workers": self.num_workers,
-            "batch_size": self.batch_size,
-            "pool_size": settings.pool_size,
-            "seed": settings.seed,
-            "shuffle_buffer_size": self.shuffle_buffer_size,
-            "packing_buffer_size": self.packing_buffer_size,
-            "max_samples_per_sequence": self.max_samples_per_sequence,
-        }
-        plain = {
-            name: None if value is None else int(value) for name, value in numbers.items()
-        }  # NumPy's would not load
-        shares = settings.class_shares
         return {
             "path": self._data,
-            "policy": settings.policy,
-            "length_fn": _function_name(settings.length_fn),
-            "class_fn": _function_name(settings.class_fn),
-            "cost": None if settings.cost is None else settings.cost.fingerprint(),
-            "pool_warmup": None if settings.warmup is None else str(settings.warmup),
-            "max_tokens": None if settings.max_tokens is None else float(settings.max_tokens),
-            "over_budget": None if settings.max_tokens is None else settings.over_budget,
+            "ranks": self.data_rank.world_size,
             "reference_lengths": None if self._reference is None else str(self._reference),
-            "class_shares": None if shares is None else {name: float(share) for name, share in shares.items()},
-            **plain,
+            **self.source.identity(),
+            **settings.identity(),
         }
-
-    def _approximate(self, pool: LengthPoolDataset, state: State) -> State | None:
-        """Go on without the samples that the pool held."""
-        if self.packing_buffer_size is None:
-            pool.lose_pool = True
-            lost = f"up to {self.settings.capacity - 1} samples of each worker's pool are lost"
-        else:
-            state = None
-            lost = "the packing buffer cannot be restored either, and the data start from the beginning"
-        warnings.warn(
-            f"the data go on approximately (resume is {self.resume!r}): {lost}. To go on exactly, mark "
-            f"{', '.join(methods_not_stateless(self.task_encoder)) or 'all methods of the encoder'} as @stateless and "
-            "leave resume at 'auto'.",
-            stacklevel=2,
-        )
-        return state
-
-    # ---- the pool
-
-    def _pool_settings(self) -> PoolSettings:
-        """The pool's settings with what stands in the file of reference lengths, which is read once."""
-        if self.reference_lengths is not None and self._reference is None:
-            file = read_reference_lengths(self.reference_lengths)
-            self.settings = with_reference(self.settings, file, self.class_fn)
-            self._reference = file
-        return self.settings
-
-    def _batches_per_sample(self) -> float:
-        """How many batches a sample makes on average; with a token budget estimated, and the same on all ranks."""
-        if self.settings.max_tokens is None:
-            return 1 / self.settings.slot_size
-        if self._batches_of_a_sample is None:
-            self._estimate(try_encoder(self, self._pool_settings()))
-        return self._agreement().max(self._batches_of_a_sample)
-
-    def _estimate(self, costs: list[float] | None) -> None:
-        """Estimate how many batches a sample makes, from these costs if there is no reference."""
-        if costs is None:
-            return
-        reference = self._pool_settings().reference
-        known = costs if reference is None else [cost for own in reference.costs.values() for cost in own]
-        self._batches_of_a_sample = batches_of(known, self.settings)
-
-    def _agreement(self) -> Agreement:
-        return Agreement(self.trainer, self.data_rank.world_size)
-
-    # ---- copies
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy (`copy.deepcopy`, `pickle`) stands where this one stands in the data, without trainer and loaders."""
         self._resume.find_handover()
         return vars(self) | {"trainer": None, "_eval_loader": None}
 
-    # ---- what the two kinds of loaders are made of
+    # ---- ranks and epochs
 
-    @property
-    def data_rank(self) -> DataRank:
-        """Which of the data-parallel ranks this process is."""
-        return find_data_rank(self.trainer, self._given_rank)
+    def _is_writer(self) -> bool:
+        return self.trainer.is_global_zero if self.trainer is not None else is_rank_zero()
 
-    def _worker_config(self, num_workers: int) -> WorkerConfig:
-        rank, world_size = self.data_rank
-        return WorkerConfig(rank=rank, world_size=world_size, num_workers=num_workers)
+    def _agreement(self) -> Agreement:
+        return Agreement(self.trainer, self.data_rank.world_size)
 
-    def _train_dataset(
-        self, worker_config: WorkerConfig, settings: PoolSettings, failure_tolerance: int | None, **changes: Any
-    ) -> tuple[Any, LengthPoolDataset]:
-        arguments = {
-            "batch_size": self.batch_size,
-            "shuffle_buffer_size": self.shuffle_buffer_size,
-            "packing_buffer_size": self.packing_buffer_size,
-            **changes,
-        }
-        with length_pool(self.task_encoder, settings, failure_tolerance, self.skip_tolerance):
-            dataset = get_train_dataset(
-                data_path(self.path),
-                worker_config=worker_config,
-                max_samples_per_sequence=self.max_samples_per_sequence,
-                task_encoder=self.task_encoder,
-                **arguments,
-            )
-        return dataset, require_length_pool(dataset, self.task_encoder)
-
-    def _epoch_length(self, world_size: int) -> int:
+    def _epoch_length(self, agreement: Agreement) -> int:
         if self.virtual_epoch_length is not None:
             return self.virtual_epoch_length
-        samples = split_size(self.path, "train")
-        if self.settings.max_tokens is None:
-            return max(1, samples // (world_size * self.settings.slot_size))
-        return max(1, int(samples / world_size * self._batches_per_sample()))
-
-
-def _function_name(function: Callable[..., Any] | None) -> str | None:
-    """What a checkpoint knows of a function: another one of the same name is not noticed."""
-    return None if function is None else getattr(function, "__qualname__", type(function).__qualname__)
+        samples, ranks, settings = self.source.training_samples(), self.data_rank.world_size, self.complete_settings()
+        if settings.max_tokens is None:
+            return max(1, samples // (ranks * settings.slot_size))
+        if settings.reference is not None:
+            costs = np.concatenate([*settings.reference.costs.values()])
+        else:
+            self._first_costs = self._first_costs or try_encoder(self.source, settings)
+            costs = np.array(self._first_costs)
+        return max(1, int(samples / ranks * agreement.max(batches_of(costs, settings))))

@@ -22,6 +22,7 @@ from megatron.energon.task_encoder.base import get_stateless
 from megatron.energon.wrappers import LogSampleDataset, MapDataset, PackingDataset
 
 from lightning_lengthpool.data.pools.dataset import LengthPoolDataset
+from lightning_lengthpool.data.pools.pool import SNAPSHOT_SAMPLES
 from lightning_lengthpool.data.reading.shards import parts_of
 from lightning_lengthpool.ordering.settings import PoolSettings
 
@@ -89,7 +90,11 @@ _build_batch = TaskEncoder.build_batch  # energon's own, for the packing
 
 @contextmanager
 def length_pool(
-    task_encoder: TaskEncoder, settings: PoolSettings, failure_tolerance: int | None = None, skip_tolerance: int = 0
+    task_encoder: TaskEncoder,
+    settings: PoolSettings,
+    failure_tolerance: int | None = None,
+    skip_tolerance: int = 0,
+    snapshot_samples: int = SNAPSHOT_SAMPLES,
 ) -> Iterator[None]:
     """Within this context, training data sets that `task_encoder` builds end in a length pool.
 
@@ -99,6 +104,7 @@ def length_pool(
         failure_tolerance: Failures in a row that energon's wrappers and the pool let pass, if the failing method does
             not say so itself; None for the encoder's own default.
         skip_tolerance: Samples that may be skipped in a row; 0 for no limit.
+        snapshot_samples: Samples that come in at least between two snapshots of the pool.
     """
 
     def build_batch(
@@ -129,6 +135,7 @@ def length_pool(
             postencode=postencode,
             failure_tolerance=self.__default_failure_tolerance__,
             skip_tolerance=skip_tolerance,
+            snapshot_samples=snapshot_samples,
             worker_config=worker_config,
         )
 

@@ -10,17 +10,27 @@ And torch's workers look for their parent only between two batches: here a threa
 whose parent was killed ends, however busy it is.
 """
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from multiprocessing.context import ForkContext, ForkProcess
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
+from megatron.energon import SavableDataset, WorkerConfig
+from megatron.energon.savable_loader import BasicDataLoader
+from megatron.energon.state import FlexState
+from megatron.energon.wrappers.base import BaseWrapperDataset
 from torch.utils.data import DataLoader
 
 LoaderT = TypeVar("LoaderT", bound=DataLoader)
+T = TypeVar("T")
+
+TIMEOUT = 600.0  # seconds that `read_in_workers` waits; energon lets an encoder skip samples for ever
 
 # The training process survives these where it has a handler, and goes on: so must its workers.
 _IGNORED = {signal.SIGUSR1, signal.SIGUSR2}
@@ -32,6 +42,8 @@ _LOOK_EVERY = 1.0  # seconds
 def prepare_workers(loader: LoaderT) -> LoaderT:
     """Let a loader start its workers without the training process's signal handlers, and end with that process.
 
+    It also pins memory only where there is a GPU.
+
     Args:
         loader: Any loader of energon's, before it is iterated.
 
@@ -40,7 +52,62 @@ def prepare_workers(loader: LoaderT) -> LoaderT:
     """
     if loader.num_workers:
         loader.multiprocessing_context = _Context()
+    loader.pin_memory = torch.cuda.is_available()  # energon always asks for it, and torch warns where it is in vain
     return loader
+
+
+def stop_workers(loader: DataLoader) -> None:
+    """End a loader's worker processes now: torch leaves persistent ones to the garbage collector."""
+    iterator = getattr(loader, "_iterator", None)
+    if iterator is not None and hasattr(iterator, "_shutdown_workers"):
+        with contextlib.suppress(RuntimeError):  # torch's word that a worker was dead already
+            iterator._shutdown_workers()
+        loader._iterator = None
+
+
+class Records(BaseWrapperDataset[Any, T]):
+    """A data set of plain records that a worker makes of samples, for `read_in_workers`; nothing of it is saved.
+
+    A record is a dataclass with a field `__restore_key__: tuple`, into which energon's loader puts its own position.
+
+    Args:
+        dataset: What the records are made of.
+        worker_config: The rank and its workers.
+    """
+
+    def __init__(self, dataset: SavableDataset, *, worker_config: WorkerConfig) -> None:
+        super().__init__(dataset, worker_config=worker_config)
+
+    def reset_state_own(self) -> None: ...
+
+    def save_state(self) -> FlexState:
+        return FlexState(__class__=type(self).__name__)
+
+    def len_worker(self, worker_idx: int | None = None) -> int:
+        return self.dataset.len_worker(worker_idx)
+
+    def config(self) -> dict[str, Any]:
+        return {"type": type(self).__qualname__, "dataset": self.dataset.config()}
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}({self.dataset})"
+
+
+def read_in_workers(dataset: Records[T], *, prefetch_factor: int = 2) -> Iterator[T]:
+    """Read a data set in forked workers, which are stopped when the iterator ends or is closed.
+
+    Raises:
+        RuntimeError: torch's own, if nothing came for `TIMEOUT` seconds ("timed out"), or a worker has died.
+    """
+    loader = BasicDataLoader(
+        dataset, gc_collect_every_n_steps=0, prefetch_factor=prefetch_factor, watchdog_timeout_seconds=None
+    )
+    prepare_workers(loader)
+    loader.pin_memory, loader.timeout = False, TIMEOUT
+    try:
+        yield from loader
+    finally:
+        stop_workers(loader)
 
 
 class _Worker(ForkProcess):

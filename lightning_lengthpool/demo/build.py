@@ -68,18 +68,24 @@ def ensure_dataset(name: DatasetName = "code", cache_dir: Path | None = None, sa
             library holds fewer texts.
         RuntimeError: The cache folder cannot be written, or another process holds its lock for 10 minutes.
     """
+    target = dataset_path(name, cache_dir, samples)
+    if name == "blend":
+        parts = {part: ensure_dataset(part, target.parent, samples) for part in BLEND_WEIGHTS}
+        return _build_once(target, lambda partial: _write_blend(partial, parts))
+    count = DEFAULT_SAMPLES[name] if samples is None else samples
+    return _build_once(target, lambda partial: _write_dataset(partial, name, count))
+
+
+def dataset_path(name: DatasetName = "code", cache_dir: Path | None = None, samples: int | None = None) -> Path:
+    """Returns the path at which `ensure_dataset` builds a demo data set; arguments and errors are the same."""
     if name not in ("code", "prose", "blend"):
         raise ValueError(f"name={name!r} is not a demo data set: use 'code', 'prose' or 'blend'.")
     if samples is not None and samples < SHARDS:
         raise ValueError(f"samples={samples} does not fill {SHARDS} shards: use at least {SHARDS}.")
     folder = (default_cache_dir() if cache_dir is None else Path(cache_dir)).absolute()
     if name == "blend":
-        parts = {part: ensure_dataset(part, folder, samples) for part in BLEND_WEIGHTS}
-        target = folder / f"blend-{_content_hash('blend', samples)}.yaml"
-        return _build_once(target, lambda partial: _write_blend(partial, parts))
-    count = DEFAULT_SAMPLES[name] if samples is None else samples
-    target = folder / f"{name}-{_content_hash(name, count)}"
-    return _build_once(target, lambda partial: _write_dataset(partial, name, count))
+        return folder / f"blend-{_content_hash('blend', samples)}.yaml"
+    return folder / f"{name}-{_content_hash(name, DEFAULT_SAMPLES[name] if samples is None else samples)}"
 
 
 def default_cache_dir() -> Path:

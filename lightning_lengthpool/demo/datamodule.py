@@ -5,7 +5,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_lengthpool.data.datamodule import LengthPoolDataModule
-from lightning_lengthpool.demo.build import ensure_dataset
+from lightning_lengthpool.demo.build import dataset_path, ensure_dataset
 from lightning_lengthpool.demo.task_encoder import OcrTaskEncoder
 
 
@@ -22,7 +22,7 @@ class DemoDataModule(LengthPoolDataModule):
     """
 
     def __init__(self, dataset: Literal["code", "blend"] = "code", batch_size: int = 1, **kwargs: Any) -> None:
-        super().__init__(path=dataset, task_encoder=OcrTaskEncoder(), batch_size=batch_size, **kwargs)
+        super().__init__(dataset_path(dataset), OcrTaskEncoder(), batch_size, **kwargs)
         self.dataset = dataset
 
     def prepare_data(self) -> None:
@@ -30,8 +30,8 @@ class DemoDataModule(LengthPoolDataModule):
         ensure_dataset(self.dataset)
 
     def setup(self, stage: str) -> None:
-        """Find the data set, and give each of the ranks that share this machine's CPUs one thread."""
-        self.path = self.val_path = ensure_dataset(self.dataset)
+        """As `prepare_data`, and give each of the ranks that share this machine's CPUs one thread."""
+        self.prepare_data()
         if self.trainer is not None and self.trainer.strategy.root_device.type == "cpu":
             torch.set_num_threads(1)
         super().setup(stage)

@@ -12,7 +12,7 @@ from lightning_lengthpool.ordering.cost_model import CostModel
 from lightning_lengthpool.ordering.lengths_file import read_lengths
 from lightning_lengthpool.ordering.order import batch_shares
 from lightning_lengthpool.ordering.reference_costs import Array, ReferenceCosts
-from lightning_lengthpool.ordering.settings import ClassFn, PoolSettings
+from lightning_lengthpool.ordering.settings import ClassFn, PoolSettings, require_stream
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,27 @@ def read_reference_lengths(path: str | Path) -> ReferenceLengths:
         FileNotFoundError, ValueError: As `lengths_file.read_lengths`.
     """
     return ReferenceLengths(str(path), read_lengths(path, "reference_lengths").by_class())
+
+
+def check_reference(settings: PoolSettings, path: object, class_fn: ClassFn | None) -> None:
+    """Check what of a pool's settings goes with a file that is not read yet.
+
+    Args:
+        settings: The pool; without `class_fn` where the file is to tell the shares.
+        path: The file, None for none.
+        class_fn: Names a sample's class; None for no classes.
+
+    Raises:
+        ValueError: If the policy takes no such settings, or if nothing tells the classes' shares.
+    """
+    for name, value in (("reference_lengths", path), ("class_fn", class_fn)):
+        if value is not None:
+            require_stream(settings.policy, settings.pool_size, name, repr(value))
+    if class_fn is not None and settings.class_shares is None and path is None:
+        raise ValueError(
+            "class_fn is set, but nothing tells how many batches each class has. Set class_shares, say {packed: 0.3, "
+            "single: 0.7}, or reference_lengths with a column 'class'."
+        )
 
 
 def with_reference(settings: PoolSettings, file: ReferenceLengths | None, class_fn: ClassFn | None) -> PoolSettings:

@@ -205,6 +205,26 @@ class PoolSettings:
         """What a sample of a known length costs, see `cost_model.sample_cost`."""
         return length if self.cost is None else sample_cost(sample, length, self.cost)
 
+    def identity(self) -> dict[str, Any]:
+        """What an iterator state depends on, plain: with other values it would lead to other batches.
+
+        Functions are told by their names; what stands in `reference` is not told.
+        """
+        cost, warmup, shares, budget = self.cost, self.warmup, self.class_shares, self.max_tokens
+        return {
+            "batch_size": self.batch_size,
+            "pool_size": self.pool_size,
+            "policy": self.policy,
+            "seed": self.seed,
+            "length_fn": _function_name(self.length_fn),
+            "class_fn": _function_name(self.class_fn),
+            "cost": None if cost is None else cost.fingerprint(),
+            "pool_warmup": None if warmup is None else str(warmup),
+            "max_tokens": None if budget is None else float(budget),
+            "over_budget": None if budget is None else self.over_budget,
+            "class_shares": None if shares is None else {name: float(share) for name, share in shares.items()},
+        }
+
     def __str__(self) -> str:
         set_to = {name: value for name, value in vars(self).items() if value is not None and name != "reference"}
         return f"PoolSettings({', '.join(f'{name}={value!r}' for name, value in set_to.items())})"
@@ -240,7 +260,7 @@ class PoolSettings:
                 )
 
 
-_STREAM_ONLY = ("max_tokens", "class_fn", "class_shares")
+_STREAM_ONLY = ("max_tokens", "class_shares", "class_fn")
 
 
 def require_stream(policy: str, pool_size: int, name: str, shown: str = "set") -> None:
@@ -289,6 +309,10 @@ def _check_shares(shares: Mapping[Hashable, float]) -> None:
             f"class_shares is {dict(shares)}, which adds up to {math.fsum(shares.values()):g}: the shares of all "
             "batches must add up to 1"
         )
+
+
+def _function_name(function: Callable[..., Any] | None) -> str | None:
+    return None if function is None else getattr(function, "__qualname__", type(function).__qualname__)
 
 
 def _by_name(item: tuple[Any, float]) -> Any:

@@ -13,14 +13,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from megatron.energon import WorkerConfig, get_loader
+from megatron.energon import WorkerConfig
 
 from lightning_lengthpool.advise.scan.scan_parts import BatchCheck, Stream, Survey, survey_of_lengths
 from lightning_lengthpool.advise.scan.scan_worker import BatchReader, Failures, Part, SampleReader, named
-from lightning_lengthpool.data import trial_run
-from lightning_lengthpool.data.loaders import _stop_workers
-from lightning_lengthpool.data.reading.splits import require_samples
-from lightning_lengthpool.data.workers import prepare_workers
+from lightning_lengthpool.data.workers import TIMEOUT, read_in_workers
 from lightning_lengthpool.ordering.settings import PoolSettings
 
 if TYPE_CHECKING:
@@ -53,10 +50,8 @@ def survey(
         FileNotFoundError, ValueError: If the data cannot be read, or a sample has no length; the message names the
             setting or the sample, and the way out.
     """
-    workers = max(1, module.num_workers)
-    require_samples(
-        module.path, "train", ranks * workers, f"{ranks} ranks x {workers} workers", "set num_workers lower"
-    )
+    workers = max(1, module.source.num_workers)
+    module.source.require_samples(ranks)
     surveyed = spread(ranks, MOST_RANKS)
     quota = math.ceil(samples / (len(surveyed) * workers))
     found: dict[tuple[int, int], list[Part]] = defaultdict(list)
@@ -87,7 +82,7 @@ def survey(
         shares = [share for rank, share in zip(surveyed, shares, strict=False) if rank in read]
     return Survey(
         ranks=ranks,
-        num_workers=module.num_workers,
+        num_workers=module.source.num_workers,
         streams=tuple(streams),
         rank_samples=tuple(shares),
         sample_bytes=_sample_bytes(found.values()),
@@ -123,10 +118,10 @@ def _sample_reader(
     failures = Failures()
     # One worker reads what the training process would read itself; and a process of its own leaves energon's memory of
     # the first rank's seed, in @stateless(restore_seeds=True), behind.
-    workers = max(1, module.num_workers)
+    workers = max(1, module.source.num_workers)
     config = WorkerConfig(rank=rank, world_size=ranks, num_workers=workers, global_error_handler=failures)
-    with named(f"the train split of {module.path} cannot be set up with {type(module.task_encoder).__qualname__}"):
-        _, pool = module._train_dataset(config, module.settings, module.failure_tolerance)
+    with named(f"the train split of {module.source.path} cannot be set up with {module.source.encoder_name}"):
+        pool = module.source.training(module.settings, config).pool
     upstream = pool.dataset
     reader = SampleReader(
         upstream,
@@ -134,7 +129,7 @@ def _sample_reader(
         module.settings,
         module.class_fn,
         pool.failure_tolerance,
-        module.packing_buffer_size,
+        module.source.packing_buffer_size,
         0 if is_first else None,
         failures,
         config,
@@ -143,19 +138,12 @@ def _sample_reader(
 
 
 def _make_batches(module: "LengthPoolDataModule") -> list[Part]:
-    failures, packing = Failures(), module.packing_buffer_size
+    failures = Failures()
     config = WorkerConfig(rank=0, world_size=1, num_workers=1, global_error_handler=failures)
     batch_size = module.batch_size
-    if batch_size is None and packing is None:
+    if batch_size is None and module.source.packing_buffer_size is None:
         batch_size = _BATCHES
-    _, pool = module._train_dataset(
-        config,
-        _trial_settings(module.settings, batch_size),
-        module.failure_tolerance,
-        batch_size=batch_size,
-        shuffle_buffer_size=None,
-        packing_buffer_size=None if packing is None else min(packing, 16),
-    )
+    pool = module.source.small().training(_trial_settings(module.settings, batch_size), config).pool
     try:
         return list(_read(BatchReader(pool, _BATCHES, failures, config), module))
     except ValueError as error:  # the lengths are known all the same
@@ -165,34 +153,33 @@ def _make_batches(module: "LengthPoolDataModule") -> list[Part]:
 
 def _trial_settings(settings: PoolSettings, batch_size: int | None) -> PoolSettings:
     if settings.class_fn is None:
-        return PoolSettings(policy="none", length_fn=settings.length_fn, cost=settings.cost)
+        return PoolSettings(batch_size, policy="none", length_fn=settings.length_fn, cost=settings.cost)
     over_budget = "error" if settings.max_tokens is None else "alone"
     size = min(settings.pool_size, max(_TRIAL_POOL, batch_size or 1))  # a batch has one class
-    return replace(settings, pool_size=size, over_budget=over_budget, reference=None)
+    return replace(settings, batch_size=batch_size, pool_size=size, over_budget=over_budget, reference=None)
 
 
 def _read(reader: SampleReader | BatchReader, module: "LengthPoolDataModule") -> Iterator[Part]:
     """Run the reader's workers to their end."""
-    encoder = type(module.task_encoder).__qualname__
-    loader = prepare_workers(get_loader(reader, prefetch_factor=2, watchdog_timeout_seconds=None))
-    loader.pin_memory, loader.timeout = False, trial_run.TIMEOUT
+    encoder = module.source.encoder_name
+    parts = read_in_workers(reader)
     try:
-        for part in loader:
+        for part in parts:
             if part.error is not None:
                 first = f" ({part.failed} samples failed, the first one {part.failure})" if part.failure else ""
-                raise ValueError(f"the train split of {module.path} cannot be read with {encoder}: {part.error}{first}")
+                raise ValueError(f"the train split of {module.source.path} cannot be read with {encoder}: {part.error}{first}")
             yield part
     except RuntimeError as error:
         if "timed out" in str(error):
             raise ValueError(
-                f"{encoder} made no sample of the train split of {module.path} within {trial_run.TIMEOUT:.0f} s. "
+                f"{encoder} made no sample of the train split of {module.source.path} within {TIMEOUT:.0f} s. "
                 "Does it skip all samples (SkipSample)?"
             ) from error
         if "exited unexpectedly" not in str(error) and "killed" not in str(error):
             raise
-        raise ValueError(f"a worker that read the train split of {module.path} has died: {error}") from error
+        raise ValueError(f"a worker that read the train split of {module.source.path} has died: {error}") from error
     finally:
-        _stop_workers(loader)
+        parts.close()
 
 
 @contextlib.contextmanager
@@ -246,7 +233,7 @@ def _nothing_left(module: "LengthPoolDataModule", parts: Sequence[Part]) -> str:
             f"all {over_budget} samples that were read cost more than max_tokens ({module.settings.max_tokens:g}), and "
             "over_budget is 'drop': nothing would be left of them. Raise max_tokens."
         )
-    what = f"{type(module.task_encoder).__qualname__} made no sample of the train split of {module.path}"
+    what = f"{module.source.encoder_name} made no sample of the train split of {module.source.path}"
     first = next((part.failure for part in parts if part.failure is not None), None)
     return what if first is None else f"{what} that can be measured: the first one that failed is sample {first}"
 

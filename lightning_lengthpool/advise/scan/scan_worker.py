@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.energon import SavableDataset, WorkerConfig
-from megatron.energon.state import FlexState
 from megatron.energon.wrappers import PackingDataset
-from megatron.energon.wrappers.base import BaseWrapperDataset, get_sample_restore_key
+from megatron.energon.wrappers.base import get_sample_restore_key
 
 from lightning_lengthpool.advise.scan.sample_bytes import Scales
 from lightning_lengthpool.data.pools.arrivals import StarvedError
 from lightning_lengthpool.data.pools.dataset import LengthPoolDataset, PooledBatch
 from lightning_lengthpool.data.pools.measure import Measurer
 from lightning_lengthpool.data.reading.shards import ShardError
+from lightning_lengthpool.data.workers import Records
 from lightning_lengthpool.ordering.length import get_field
 from lightning_lengthpool.ordering.settings import ClassFn, PoolSettings
 
@@ -94,26 +94,12 @@ def named(what: str) -> Iterator[None]:
         raise ValueError(f"{what}: {in_one_line(error)}") from error
 
 
-class _Reader(BaseWrapperDataset[Any, Part]):
-    """A data set of parts, which ends; nothing of it is saved."""
+class _Reader(Records[Part]):
+    """A data set of parts, which ends."""
 
     def __init__(self, dataset: SavableDataset, failures: Failures, worker_config: WorkerConfig) -> None:
         super().__init__(dataset, worker_config=worker_config)
         self.failures = failures
-
-    def reset_state_own(self) -> None: ...
-
-    def save_state(self) -> FlexState:
-        return FlexState(__class__=type(self).__name__)
-
-    def len_worker(self, worker_idx: int | None = None) -> int:
-        return self.dataset.len_worker(worker_idx)
-
-    def config(self) -> dict[str, Any]:
-        return {"type": type(self).__qualname__, "dataset": self.dataset.config()}
-
-    def __str__(self) -> str:
-        return f"{type(self).__name__}({self.dataset})"
 
     def __iter__(self) -> Iterator[Part]:
         if torch.utils.data.get_worker_info() is not None:  # what an encoder prints is no part of a report

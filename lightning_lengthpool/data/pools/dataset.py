@@ -23,7 +23,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from lightning_lengthpool.data.pools.arrivals import starve
 from lightning_lengthpool.data.pools.flush_pool import FlushPool
-from lightning_lengthpool.data.pools.pool import Entry, Pool
+from lightning_lengthpool.data.pools.pool import SNAPSHOT_SAMPLES, Entry, Pool
 from lightning_lengthpool.data.pools.stream_pool import StreamPool
 from lightning_lengthpool.data.reading.shards import parts_of, watch_sources
 from lightning_lengthpool.ordering.length import get_field
@@ -71,6 +71,7 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
             not say so itself (`@stateless(failure_tolerance=...)`); 0 for no limit.
         skip_tolerance: Samples that may be read in a row without one that comes into the pool, or leave it without a
             batch, before a `StarvedError` ends the iteration; 0 for no limit.
+        snapshot_samples: Samples that come in at least between two snapshots of the pool.
         worker_config: The rank and its workers.
     """
 
@@ -86,6 +87,7 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
         postencode: Callable[[Any], Any] | None = None,
         failure_tolerance: int | None = 100,
         skip_tolerance: int = 0,
+        snapshot_samples: int = SNAPSHOT_SAMPLES,
         worker_config: WorkerConfig,
     ) -> None:
         super().__init__(dataset, worker_config=worker_config)
@@ -94,7 +96,7 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
         self.encode_batch = encode_batch
         self.postencode = postencode
         pool = StreamPool if settings.is_stream else FlushPool
-        self.pool: Pool = pool(dataset, settings, failure_tolerance)
+        self.pool: Pool = pool(dataset, settings, failure_tolerance, snapshot_samples)
         #: Places from which this rank's workers go on, by logical worker; to be set before iteration starts.
         self.resume_from: dict[int, dict[str, Any]] = {}
         #: Whether what was left of the pool that was handed out cannot be re-read, and is lost.
@@ -103,8 +105,6 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
         self.is_exact = False
         self.failure_tolerance, self.skip_tolerance = failure_tolerance, skip_tolerance
         watch_sources(dataset, self.pool.arrivals)
-        #: Whether to yield what travels beside the batches only, as a trial run does that wants no batch.
-        self.drop_batches = False
         self._errors = {
             stage: ErrorContext(
                 name=f"LengthPoolDataset.{stage}",
@@ -145,8 +145,6 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
             if warning is None:
                 warning, self.pool.warning = self.pool.warning, None
             batch.warning, warning = warning, None
-            if self.drop_batches:
-                batch.batch = None
             yield batch
 
     def _check_replay(self) -> str | None:

@@ -21,10 +21,9 @@ from megatron.energon.wrappers.base import get_sample_restore_key
 from lightning_lengthpool.data.pools.arrivals import Arrivals, Replay
 from lightning_lengthpool.data.pools.measure import Measured, Measurer
 from lightning_lengthpool.data.pools.plain_state import from_plain, to_plain
-from lightning_lengthpool.data.pools.pool import Entry, Slot, rewind
+from lightning_lengthpool.data.pools.pool import SNAPSHOT_SAMPLES, Entry, Slot, rewind
 from lightning_lengthpool.ordering.order import ORDERS
 from lightning_lengthpool.ordering.settings import PoolSettings
-from lightning_lengthpool.ordering.sorted_pool import SNAPSHOT_SAMPLES
 
 _UNKNOWN = Measured(0.0, 0.0)  # of a sample that was measured when it was saved, and cannot be now
 
@@ -72,6 +71,7 @@ class FlushPool:
         dataset: The stream; `restore_sample` re-reads one of its samples by key.
         settings: The pool.
         failure_tolerance: See `measure.Measurer`.
+        snapshot_samples: Samples that come in at least between two snapshots.
     """
 
     _saved = ("_turns", "_arrived", "_taken", "_failed", "_cursor", "_holes")
@@ -81,9 +81,10 @@ class FlushPool:
         dataset: SavableDataset,
         settings: PoolSettings,
         failure_tolerance: int | None = 100,
+        snapshot_samples: int = SNAPSHOT_SAMPLES,
     ) -> None:
         self.dataset = dataset
-        self.settings = settings
+        self.settings, self._snapshot_samples = settings, snapshot_samples
         self._measure = Measurer(settings, dataset.worker_config, failure_tolerance)
         self._order_of = ORDERS["none" if settings.is_off else settings.policy]
         self.warning: str | None = None
@@ -187,7 +188,7 @@ class FlushPool:
         self._turns += 1
         self._order()
         self._cursor = 0
-        if self.snapshot is None or self._arrived >= SNAPSHOT_SAMPLES:
+        if self.snapshot is None or self._arrived >= self._snapshot_samples:
             pools = self._pools()
             self._turns, self._arrived, self._taken, self._failed = 0, 0, [], []
             self.snapshot = {

@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from lightning_lengthpool.data.pools.arrivals import Arrivals
 
 
+SNAPSHOT_SAMPLES = 1000
+"""Samples between two snapshots of a pool, if it is smaller: without a pool each sample would take one."""
+
+
 class Entry(NamedTuple):
     """A sample that has left the pool, and its length."""
 

@@ -15,10 +15,10 @@ from megatron.energon.wrappers.base import get_sample_restore_key
 from lightning_lengthpool.data.pools.arrivals import Arrivals, Replay
 from lightning_lengthpool.data.pools.measure import Measured, Measurer
 from lightning_lengthpool.data.pools.plain_state import from_plain, to_plain
-from lightning_lengthpool.data.pools.pool import Entry, Slot, rewind
+from lightning_lengthpool.data.pools.pool import SNAPSHOT_SAMPLES, Entry, Slot, rewind
 from lightning_lengthpool.ordering.length import get_field
 from lightning_lengthpool.ordering.settings import PoolSettings
-from lightning_lengthpool.ordering.sorted_pool import SNAPSHOT_SAMPLES, Block, SortedPool
+from lightning_lengthpool.ordering.sorted_pool import Block, SortedPool
 
 _TOO_MANY = 1000  # samples in a row that are left out: an endless stream of them would be read for ever
 
@@ -36,6 +36,7 @@ class StreamPool:
         dataset: The stream; `restore_sample` re-reads one of its samples by key.
         settings: The pool.
         failure_tolerance: See `measure.Measurer`.
+        snapshot_samples: Samples that come in at least between two snapshots.
     """
 
     def __init__(
@@ -43,9 +44,10 @@ class StreamPool:
         dataset: SavableDataset,
         settings: PoolSettings,
         failure_tolerance: int | None = 100,
+        snapshot_samples: int = SNAPSHOT_SAMPLES,
     ) -> None:
         self.dataset = dataset
-        self.settings = settings
+        self.settings, self._snapshot_samples = settings, snapshot_samples
         self._measure = Measurer(settings, dataset.worker_config, failure_tolerance)
         self._warned = False
         self.arrivals = Arrivals()
@@ -71,7 +73,7 @@ class StreamPool:
 
     def take_slot(self, upstream: Iterator[Any]) -> Slot | None:
         self._fill(upstream)
-        if self.snapshot is None or self._arrived >= max(self.settings.capacity, SNAPSHOT_SAMPLES):
+        if self.snapshot is None or self._arrived >= max(self.settings.capacity, self._snapshot_samples):
             self._take_snapshot()
         if not len(self._sorted):
             return None
@@ -204,7 +206,7 @@ class StreamPool:
         if lost or worker != self._sorted.worker:  # in a run of another shape
             self._sorted.worker = worker
             self._arrived = max(
-                self.settings.capacity, SNAPSHOT_SAMPLES
+                self.settings.capacity, self._snapshot_samples
             )  # what follows is no replay: a new snapshot is due
         return upstream
 

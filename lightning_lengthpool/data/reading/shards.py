@@ -1,10 +1,10 @@
-"""Where energon reads: a shard that cannot be read is named, and each sample that is read is counted.
+"""Where energon reads: a shard that cannot be read is named, each sample that is read is counted, and a batch tells it.
 
 energon's readers say what is wrong with a tar ("empty header"), but not with which one.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 from megatron.energon import SavableDataset, WorkerConfig
@@ -83,3 +83,33 @@ def _shard(reader: Any, index: int) -> str:
         return str(reader.tar_filepaths[reader._get_itar_sample_pointer(index).tar_file_id])
     except Exception:
         return f"a shard of {reader.base_path}"
+
+
+class Sources:
+    """A batch's `__sources__`, in a wrapping that Lightning does not look into; iterate over it.
+
+    Lightning takes a batch apart to move its tensors to the device, and refuses the frozen dataclasses with which
+    energon tells where each sample was read.
+    """
+
+    def __init__(self, sources: Iterable[Any]) -> None:
+        self._sources = tuple(sources)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._sources)
+
+    def __repr__(self) -> str:
+        return f"Sources{self._sources}"
+
+
+def shield_sources(batch: Any) -> Any:
+    """Wrap a batch's `__sources__`, or those of each sample of a list, as `Sources`; returns the batch."""
+    if isinstance(batch, (list, tuple)):
+        for sample in batch:
+            shield_sources(sample)
+    elif isinstance(batch, dict):
+        if isinstance(batch.get("__sources__"), (list, tuple)):
+            batch["__sources__"] = Sources(batch["__sources__"])
+    elif isinstance(getattr(batch, "__sources__", None), (list, tuple)):
+        batch.__sources__ = Sources(batch.__sources__)
+    return batch

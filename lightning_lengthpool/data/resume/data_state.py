@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_lengthpool.data.loaders import State, TrainLoader, count_dropped
+from lightning_lengthpool.data.train_loader import State, TrainLoader, count_dropped
 from lightning_lengthpool.data.resume import checkpoint
 from lightning_lengthpool.data.resume.signal_guard import SignalGuard
 from lightning_lengthpool.ranks.data_rank import Agreement, DataRank

@@ -1,5 +1,6 @@
 """How the data go on: exactly, or with a word about what is not exact, or not at all."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,9 +8,14 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_lengthpool.data.fit_progress import is_fitting
+from lightning_lengthpool.data.pools.dataset import LengthPoolDataset
 from lightning_lengthpool.data.resume.checkpoint import FRESH, IncompleteStateError, check_settings_fit
 from lightning_lengthpool.data.resume.data_state import DataState
 from lightning_lengthpool.data.resume.handover import Handover, trains_a_copy
+from lightning_lengthpool.data.source import Source
+from lightning_lengthpool.data.task_encoder import methods_not_stateless
+from lightning_lengthpool.data.train_loader import State
+from lightning_lengthpool.ordering.settings import check_one_of
 from lightning_lengthpool.ranks.data_rank import Agreement, DataRank
 
 RESUME = ("auto", "exact", "approximate", "fresh")
@@ -26,7 +32,8 @@ class Resume:
 
     def __init__(self, mode: str, name: str, seeded: list[str]) -> None:
         self.state = DataState()
-        self._mode, self._name, self._seeded = mode, name, seeded
+        check_one_of("resume", mode, RESUME)
+        self.mode, self._name, self._seeded = mode, name, seeded
         self._handover = Handover()
         self._has_arrived = False  # a checkpoint's state, in this fit
 
@@ -48,7 +55,7 @@ class Resume:
             return  # as if there were none
         self._has_arrived = True
         self.find_handover()  # which this state replaces
-        if self._mode == "fresh":
+        if self.mode == "fresh":
             rank_zero_info("resume is 'fresh': the data start from the beginning, whatever the checkpoint holds")
             self.state.forget()
             return
@@ -69,7 +76,7 @@ class Resume:
         if trainer is None or not is_fitting(trainer) or not trainer.ckpt_path or self._has_arrived:
             return False
         self._has_arrived = True  # once is enough
-        if self._mode != "fresh":
+        if self.mode != "fresh":
             self._start_over(
                 f"the checkpoint {trainer.ckpt_path} has no data state under the name {self._name!r}, the class of "
                 "this data module: it was saved without one, or with a data module of another class"
@@ -77,7 +84,7 @@ class Resume:
         return True
 
     def _start_over(self, why: str) -> None:
-        if self._mode == "exact":
+        if self.mode == "exact":
             raise ValueError(f"resume is 'exact', but {why}. {FRESH}")
         rank_zero_warn(f"{why}. So the data start from the beginning: samples that the model has seen come again.")
 
@@ -89,9 +96,32 @@ class Resume:
             f"the checkpoint was saved with num_workers {before}, and now it is {now}: the samples are those of the "
             f"uninterrupted run, but {', '.join(self._seeded)} would draw other random numbers"
         )
-        if self._mode == "exact":
+        if self.mode == "exact":
             raise ValueError(f"resume is 'exact', but {what}. Set num_workers as it was, or resume to 'auto'.")
         rank_zero_warn(f"the data do not go on exactly; {what}.")
+
+    def go_on(
+        self, pool: LengthPoolDataset, state: State | None, source: Source, trainer: Trainer | None
+    ) -> State | None:
+        """Tell a new pool how it goes on; returns the state from which it does, None for the beginning."""
+        if self.lacks_state(trainer):
+            state = None
+        pool.is_exact = self.mode == "exact"
+        if state is None or (self.mode != "approximate" and pool.dataset.can_restore_sample()):
+            return state
+        if source.packing_buffer_size is None:
+            pool.lose_pool = True
+            lost = f"up to {pool.settings.capacity - 1} samples of each worker's pool are lost"
+        else:
+            state = None
+            lost = "the packing buffer cannot be restored either, and the data start from the beginning"
+        methods = ", ".join(methods_not_stateless(source.task_encoder)) or "all methods of the encoder"
+        warnings.warn(
+            f"the data go on approximately (resume is {self.mode!r}): {lost}. To go on exactly, mark {methods} as "
+            "@stateless and leave resume at 'auto'.",
+            stacklevel=2,
+        )
+        return state
 
     # ---- from the fit before
 

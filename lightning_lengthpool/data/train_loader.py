@@ -1,7 +1,5 @@
-"""The loaders that Lightning iterates: plain iterables around energon's own."""
+"""The training loader that Lightning iterates: a plain iterable around energon's own."""
 
-import contextlib
-import itertools
 import math
 import time
 import warnings
@@ -9,14 +7,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import torch
-from megatron.energon import SavableDataLoader
+from megatron.energon import SavableDataLoader, get_savable_loader
 from megatron.energon.savable_loader import SavableDataLoaderState, SavableDatasetCheckpoint, SavableDatasetState
-from torch.utils.data import DataLoader
 
 from lightning_lengthpool.data.fit_progress import FitProgress
 from lightning_lengthpool.data.pools.dataset import LengthPoolDataset, PooledBatch
-from lightning_lengthpool.data.workers import prepare_workers
+from lightning_lengthpool.data.reading.shards import shield_sources
+from lightning_lengthpool.data.source import Training
+from lightning_lengthpool.data.workers import prepare_workers, stop_workers
+
+_FIRST_BATCH_TIMEOUT = 600.0  # seconds until energon's watchdog speaks up: the first batch waits for a whole pool
 
 
 class BatchRecord(NamedTuple):
@@ -35,43 +35,13 @@ class BatchRecord(NamedTuple):
     missed: bool = False
 
 
-class Sources:
-    """A batch's `__sources__`, in a wrapping that Lightning does not look into; iterate over it.
-
-    Lightning takes a batch apart to move its tensors to the device, and refuses the frozen dataclasses with which
-    energon tells where each sample was read.
-    """
-
-    def __init__(self, sources: Iterable[Any]) -> None:
-        self._sources = tuple(sources)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._sources)
-
-    def __repr__(self) -> str:
-        return f"Sources{self._sources}"
-
-
-def shield_sources(batch: Any) -> Any:
-    """Wrap a batch's `__sources__`, or those of each sample of a list, as `Sources`; returns the batch."""
-    if isinstance(batch, (list, tuple)):
-        for sample in batch:
-            shield_sources(sample)
-    elif isinstance(batch, dict):
-        if isinstance(batch.get("__sources__"), (list, tuple)):
-            batch["__sources__"] = Sources(batch["__sources__"])
-    elif isinstance(getattr(batch, "__sources__", None), (list, tuple)):
-        batch.__sources__ = Sources(batch.__sources__)
-    return batch
-
-
 def count_dropped(workers: Iterable[Mapping[str, Any] | None]) -> int:
     """How many samples several workers have left out, as their places tell."""
     return sum(state["place"]["pool"].get("dropped", 0) for state in workers if state is not None)
 
 
 State = Mapping[str, Any]  # where a rank stands: its workers' iterator states, and how many batches it has handed out
-Build = Callable[[State | None], tuple[SavableDataLoader, LengthPoolDataset, State | None]]
+Build = Callable[[State | None], tuple[Training, State | None]]
 
 RECENT = 4  # ranks may be a batch apart, and more where they do not meet at each batch
 
@@ -84,8 +54,8 @@ class TrainLoader:
     asked for, so a state may still be loaded after `iter()`, as some strategies of Lightning do.
 
     Args:
-        build: Makes a new loader of energon's, the pool in it, and the state from which they go on: the one that it is
-            given (None for the beginning), or None if it has to begin from the beginning after all.
+        build: Makes the data set, and the state from which it goes on: the one that it is given (None for the
+            beginning), or None if it has to begin from the beginning after all.
         length: Batches of an epoch, the same on all ranks.
         state: Where to go on, as `state` returned it; None for the beginning.
         progress: What the training loop says of its batches.
@@ -109,7 +79,6 @@ class TrainLoader:
         self._boundary = boundary
         self._loader: SavableDataLoader | None = None
         self._stream: Iterator[Any] | None = None
-        self._is_trial = False
         self._records: deque[BatchRecord] = deque(maxlen=1024)  # bounded, for nobody has to ask for them
         self.load(state)
         self._resumed = self._resumed if is_resumed else 0
@@ -153,11 +122,20 @@ class TrainLoader:
 
     def _open(self) -> Iterator[Any]:
         now = self.recent[-1]
-        loader, pool, state = self._build(now if now["batches"] else None)
-        self._loader = prepare_workers(_pin_where_possible(loader))
-        self._is_trial = pool.drop_batches
+        training, state = self._build(now if now["batches"] else None)
+        pool = training.pool
+        workers = pool.worker_config.num_workers
+        # Without workers a collection every few batches would be the training process's; and in a worker it walks the
+        # whole pool, so it comes about once per pool.
+        loader = get_savable_loader(
+            training.dataset,
+            checkpoint_every_sec=math.inf,  # the state travels with the batches
+            gc_collect_every_n_steps=max(10, pool.settings.capacity // pool.settings.slot_size) if workers else 0,
+            watchdog_initial_timeout_seconds=_FIRST_BATCH_TIMEOUT,
+        )
+        self._loader = prepare_workers(loader)
         if state is None:
-            self.recent = ({"workers": (None,) * max(1, loader.num_workers), "batches": 0, "position": 0},)
+            self.recent = ({"workers": (None,) * max(1, workers), "batches": 0, "position": 0},)
         else:
             self._go_on(pool, state)
         self._stream = iter(loader)
@@ -195,7 +173,7 @@ class TrainLoader:
         workers[worker] = {"snapshot": snapshot, "place": pooled.place}
         now = {"workers": workers, "batches": before["batches"] + 1, "position": position}
         self.recent = (*self.recent[1 - RECENT :], now)
-        if not (self._is_trial or count_dropped(before["workers"])) and count_dropped(workers):
+        if not count_dropped(before["workers"]) and count_dropped(workers):
             warnings.warn(
                 "a sample that costs more than max_tokens was left out (over_budget is 'drop'), and more may follow: "
                 "the data module counts them in 'dropped'",
@@ -218,101 +196,7 @@ class TrainLoader:
         """Stop the worker processes."""
         self._stream = None
         if self._loader is not None:
-            _stop_workers(self._loader)
+            stop_workers(self._loader)
             self._loader = None
 
 
-class EvalLoader:
-    """Runs over a whole evaluation set from its start each time, with the same number of batches on every rank.
-
-    A rank that has no batch left, while another has, yields its last one again; `is_repeat` tells which ones to leave
-    out of a metric. The ranks agree before each batch (one small reduction), because how many batches an encoder
-    makes of a data set (skipped samples, packing, generators) is not known before.
-
-    Args:
-        build: Makes a fresh energon loader.
-        length: Batches of the longest rank, None if the encoder may make more of them than samples go in.
-        ranks_with: Takes whether this rank has something, and returns on how many of `world_size` ranks it is so. None
-            if each rank goes on by itself, without repeats.
-        world_size: Number of data-parallel ranks.
-        name: Of the evaluation set, for errors.
-        boundary: Called before each batch, equally often on all ranks.
-    """
-
-    def __init__(
-        self,
-        build: Callable[[], DataLoader],
-        length: int | None,
-        ranks_with: Callable[[bool], int] | None,
-        world_size: int,
-        name: str,
-        boundary: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._build = build
-        self._length = length
-        self._ranks_with = ranks_with
-        self._world_size = world_size
-        self._name = name
-        self._boundary = boundary
-        self._first_repeat = math.inf
-        self._open: DataLoader | None = None
-
-    def __len__(self) -> int:
-        if self._length is None:
-            raise TypeError(f"the number of {self._name} batches is not known before they are encoded")
-        return self._length
-
-    def __iter__(self) -> Iterator[Any]:
-        self.close()
-        self._first_repeat = math.inf
-        self._open = prepare_workers(_pin_where_possible(self._build()))
-        stream = iter(self._open)
-        if self._ranks_with is None:
-            yield from map(shield_sources, stream)
-            return
-        fresh, batch = next(stream, None), None
-        having = self._ranks_with(fresh is not None)
-        if 0 < having < self._world_size:
-            raise ValueError(
-                f"{self._world_size - having} of {self._world_size} ranks got no {self._name} batch: all their samples "
-                "were skipped, or there are too few. Use fewer ranks or a larger set."
-            )
-        for index in itertools.count():
-            if having == 0:
-                return
-            self._boundary()
-            if fresh is None:
-                self._first_repeat = min(self._first_repeat, index)
-            else:
-                batch = shield_sources(fresh)
-            # Looked for before this one is used: Lightning does not come back after the last, when the workers can go.
-            fresh = next(stream, None)
-            having = self._ranks_with(fresh is not None)
-            if having == 0:
-                self.close()
-            yield batch
-
-    def close(self) -> None:
-        """Stop the worker processes."""
-        if self._open is not None:
-            _stop_workers(self._open)
-            self._open = None
-
-    def is_repeat(self, batch_idx: int) -> bool:
-        """Whether batch `batch_idx` of the run that is under way was yielded before."""
-        return batch_idx >= self._first_repeat
-
-
-def _pin_where_possible(loader: DataLoader) -> DataLoader:
-    """Take pinning back where it is in vain: energon always asks for it, and torch then warns."""
-    loader.pin_memory = torch.cuda.is_available()
-    return loader
-
-
-def _stop_workers(loader: DataLoader) -> None:
-    """End a loader's worker processes now: torch leaves persistent ones to the garbage collector."""
-    iterator = getattr(loader, "_iterator", None)
-    if iterator is not None and hasattr(iterator, "_shutdown_workers"):
-        with contextlib.suppress(RuntimeError):  # torch's word that a worker was dead already
-            iterator._shutdown_workers()
-        loader._iterator = None
