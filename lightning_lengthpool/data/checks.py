@@ -17,7 +17,7 @@ from lightning_lengthpool.data.pools.dataset import LengthPoolDataset
 from lightning_lengthpool.data.reading.data_identity import data_fingerprint
 from lightning_lengthpool.data.source import Source, Training
 from lightning_lengthpool.data.task_encoder import methods_not_stateless, packs_several, warn_not_stateless
-from lightning_lengthpool.data.workers import TIMEOUT, Records, read_in_workers
+from lightning_lengthpool.data.workers import NothingCameError, Records, read_in_workers
 from lightning_lengthpool.ordering.reference_lengths import ReferenceLengths
 from lightning_lengthpool.ordering.settings import GOOD_SIZE, PoolSettings
 from lightning_lengthpool.ranks.data_rank import Agreement, DataRank
@@ -145,10 +145,8 @@ def try_encoder(source: Source, settings: PoolSettings, *, resume: str = "auto")
             f"{complaint}: it skips all samples (SkipSample), yields nothing for them or fails on them (skip_tolerance "
             f"is {source.skip_tolerance}). Correct it, or raise skip_tolerance; 0 sets no limit."
         ) from error
-    except RuntimeError as error:
-        if "timed out" not in str(error):
-            raise
-        raise ValueError(f"{complaint} within {TIMEOUT:.0f} s. Does it skip all samples (SkipSample)?") from error
+    except NothingCameError as error:
+        raise ValueError(f"{complaint} {error}. Does it skip all samples (SkipSample)?") from error
     finally:
         trial.close()
     return None if settings.max_tokens is None else costs
@@ -179,7 +177,7 @@ def _small(settings: PoolSettings) -> PoolSettings:
 @dataclass
 class _TrialResult:
     costs: list[float]  # of the samples that the first batch could choose from
-    __restore_key__: tuple = field(default=())
+    __restore_key__: tuple[Any, ...] = field(default=())
 
 
 class _Trial(Records[_TrialResult]):
@@ -191,5 +189,5 @@ class _Trial(Records[_TrialResult]):
 
     def __iter__(self) -> Iterator[_TrialResult]:
         for _ in self.pool:
-            yield _TrialResult((self.pool.pool.snapshot or {})["costs"])
+            yield _TrialResult(self.pool.state().pool.snapshot.costs)
             return

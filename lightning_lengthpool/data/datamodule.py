@@ -22,7 +22,7 @@ from lightning_lengthpool.data.resume.data_state import DataState
 from lightning_lengthpool.data.resume.resume import Resume
 from lightning_lengthpool.data.source import DataPath, Source, Training
 from lightning_lengthpool.data.task_encoder import methods_with_seeds
-from lightning_lengthpool.data.train_loader import State, TrainLoader
+from lightning_lengthpool.data.train_loader import RankState, TrainLoader
 from lightning_lengthpool.ordering.local_paths import file_path
 from lightning_lengthpool.ordering.reference_lengths import (
     ReferenceLengths,
@@ -314,7 +314,7 @@ class LengthPoolDataModule(LightningDataModule):
         self._state.attach(loader, settings, data_rank, agreement, self.trainer)
         return loader
 
-    def _build(self, state: State | None) -> tuple[Training, State | None]:
+    def _build(self, state: RankState | None) -> tuple[Training, RankState | None]:
         """The training data, when the first batch is asked for: by then a checkpoint's state has come."""
         rank, world_size = self.data_rank
         workers = WorkerConfig(rank=rank, world_size=world_size, num_workers=self.source.num_workers)

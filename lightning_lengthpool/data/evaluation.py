@@ -38,7 +38,7 @@ class EvalLoader:
 
     def __init__(
         self,
-        build: Callable[[], DataLoader],
+        build: Callable[[], DataLoader[Any]],
         length: int | None,
         ranks_with: Callable[[bool], int] | None,
         world_size: int,
@@ -52,7 +52,7 @@ class EvalLoader:
         self._name = name
         self._boundary = boundary
         self._first_repeat = math.inf
-        self._open: DataLoader | None = None
+        self._open: DataLoader[Any] | None = None
 
     def __len__(self) -> int:
         if self._length is None:
@@ -149,7 +149,7 @@ def evaluation_loader(
     if repeats and length is not None:
         length = round(agreement.max(length))
 
-    def build() -> DataLoader:
+    def build() -> DataLoader[Any]:
         # Without workers the collections would be the training process's.
         collect = {} if num_workers else {"gc_collect_every_n_steps": 0}
         return BasicDataLoader(source.evaluation(split, workers), **collect)

@@ -5,7 +5,7 @@ Whatever reads the data does it through one `Source`: training, its trial run, e
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from megatron.energon import SavableDataset, TaskEncoder, WorkerConfig, get_train_dataset, get_val_dataset
 from megatron.energon.epathlib import EPath
@@ -18,7 +18,7 @@ from lightning_lengthpool.data.reading.splits import require_samples, split_size
 from lightning_lengthpool.data.task_encoder import check_encoder, length_pool, require_length_pool
 from lightning_lengthpool.ordering.settings import PoolSettings, check_integer
 
-DataPath = str | Path | EPath
+DataPath: TypeAlias = str | Path | EPath
 
 _FEW_SAMPLES = 16  # that a trial packs from
 

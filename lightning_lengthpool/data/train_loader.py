@@ -4,14 +4,16 @@ import math
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron.energon import SavableDataLoader, get_savable_loader
 from megatron.energon.savable_loader import SavableDataLoaderState, SavableDatasetCheckpoint, SavableDatasetState
 
 from lightning_lengthpool.data.fit_progress import FitProgress
-from lightning_lengthpool.data.pools.dataset import LengthPoolDataset, PooledBatch
+from lightning_lengthpool.data.pools.dataset import LengthPoolDataset, PooledBatch, WorkerState
+from lightning_lengthpool.data.pools.plain_state import plain_state
 from lightning_lengthpool.data.reading.shards import shield_sources
 from lightning_lengthpool.data.source import Training
 from lightning_lengthpool.data.workers import prepare_workers, stop_workers
@@ -35,13 +37,36 @@ class BatchRecord(NamedTuple):
     missed: bool = False
 
 
-def count_dropped(workers: Iterable[Mapping[str, Any] | None]) -> int:
-    """How many samples several workers have left out, as their places tell."""
-    return sum(state["place"]["pool"].get("dropped", 0) for state in workers if state is not None)
+@plain_state
+@dataclass(frozen=True)
+class RankState:
+    """One rank's iterator state.
+
+    Attributes:
+        workers: Those of its workers; None for one that has handed out nothing yet.
+        batches: How many batches the rank has handed out so far.
+        position: How many of them in this epoch.
+    """
+
+    workers: tuple[WorkerState | None, ...] = (None,)
+    batches: int = 0
+    position: int = 0
+
+    @property
+    def dropped(self) -> int:
+        """Samples that were left out."""
+        return sum(worker.pool.dropped for worker in self.workers if worker is not None)
+
+    def after(self, pooled: PooledBatch, position: int) -> "RankState":
+        """The state after one more batch: batch `i` comes from worker `i % workers`."""
+        workers, worker, state = list(self.workers), self.batches % len(self.workers), pooled.state
+        if state is not None and state.pool.snapshot is None and (last := workers[worker]) is not None:
+            state = state.with_snapshot_of(last)
+        workers[worker] = state
+        return RankState(tuple(workers), self.batches + 1, position)
 
 
-State = Mapping[str, Any]  # where a rank stands: its workers' iterator states, and how many batches it has handed out
-Build = Callable[[State | None], tuple[Training, State | None]]
+Build = Callable[[RankState | None], tuple[Training, RankState | None]]
 
 RECENT = 4  # ranks may be a batch apart, and more where they do not meet at each batch
 
@@ -67,7 +92,7 @@ class TrainLoader:
         self,
         build: Build,
         length: int,
-        state: State | None = None,
+        state: RankState | None = None,
         progress: FitProgress | None = None,
         boundary: Callable[[], None] = lambda: None,
         *,
@@ -80,16 +105,18 @@ class TrainLoader:
         self._loader: SavableDataLoader | None = None
         self._stream: Iterator[Any] | None = None
         self._records: deque[BatchRecord] = deque(maxlen=1024)  # bounded, for nobody has to ask for them
+        self._resumed = 0  # of a loop that does not count by itself: where in the epoch it goes on
         self.load(state)
-        self._resumed = self._resumed if is_resumed else 0
+        if not is_resumed:
+            self._resumed = 0
 
-    def load(self, state: State | None) -> None:
+    def load(self, state: RankState | None) -> None:
         """Go on from a state, also in the middle of an iteration; None for the beginning."""
         self.close()
-        self._resumed = 0 if state is None else state["position"]  # of a loop that does not count by itself
+        self._resumed = 0 if state is None else state.position
         # States after the last batches, the newest one last. Replaced as a whole: a signal's handler, or a thread, may
         # read it at any moment.
-        self.recent: tuple[State, ...] = (state or {"workers": (None,), "batches": 0, "position": 0},)
+        self.recent: tuple[RankState, ...] = (state or RankState(),)
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: the data module keeps the state. It tells Lightning that a restart in mid-epoch is no accident."""
@@ -122,7 +149,7 @@ class TrainLoader:
 
     def _open(self) -> Iterator[Any]:
         now = self.recent[-1]
-        training, state = self._build(now if now["batches"] else None)
+        training, state = self._build(now if now.batches else None)
         pool = training.pool
         workers = pool.worker_config.num_workers
         # Without workers a collection every few batches would be the training process's; and in a worker it walks the
@@ -135,18 +162,17 @@ class TrainLoader:
         )
         self._loader = prepare_workers(loader)
         if state is None:
-            self.recent = ({"workers": (None,) * max(1, workers), "batches": 0, "position": 0},)
+            self.recent = (RankState((None,) * max(1, workers)),)
         else:
             self._go_on(pool, state)
         self._stream = iter(loader)
         return self._stream
 
-    def _go_on(self, pool: LengthPoolDataset, state: State) -> None:
+    def _go_on(self, pool: LengthPoolDataset, state: RankState) -> None:
         """Let each logical worker go on from its state, and the one whose turn it is come first."""
         assert self._loader is not None
-        workers = state["workers"]
-        pool.resume_from = {worker: own for worker, own in enumerate(workers) if own is not None}
-        slots = [0 if own is None else own["place"]["slots"] for own in workers]
+        pool.resume_from = {number: own for number, own in enumerate(state.workers) if own is not None}
+        slots = [0 if own is None else own.slots for own in state.workers]
         if self._loader.num_workers == 0:
             self._loader.dataset._sample_index = slots[0]
             return
@@ -158,22 +184,16 @@ class TrainLoader:
         ]
         self._loader.restore_state_rank(
             SavableDataLoaderState(
-                worker_states=states, next_worker_id=state["batches"] % len(workers), micro_batch_size=None
+                worker_states=states, next_worker_id=state.batches % len(state.workers), micro_batch_size=None
             )
         )
 
     def _follow(self, pooled: PooledBatch, position: int) -> None:
-        """Keep the state of the worker that has made this batch: batch i comes from worker i % workers."""
+        """Keep the state after this batch."""
         before = self.recent[-1]
-        workers = list(before["workers"])
-        worker = before["batches"] % len(workers)
-        snapshot = pooled.snapshot
-        if snapshot is None and (last := workers[worker]) is not None:
-            snapshot = last["snapshot"]
-        workers[worker] = {"snapshot": snapshot, "place": pooled.place}
-        now = {"workers": workers, "batches": before["batches"] + 1, "position": position}
+        now = before.after(pooled, position)
         self.recent = (*self.recent[1 - RECENT :], now)
-        if not count_dropped(before["workers"]) and count_dropped(workers):
+        if now.dropped and not before.dropped:
             warnings.warn(
                 "a sample that costs more than max_tokens was left out (over_budget is 'drop'), and more may follow: "
                 "the data module counts them in 'dropped'",
@@ -182,8 +202,8 @@ class TrainLoader:
         if pooled.warning is not None:
             warnings.warn(pooled.warning, stacklevel=4)
 
-    def state(self) -> State:
-        """The state after the last batch that was trained on, plain; batches that are only fetched do not count."""
+    def state(self) -> RankState:
+        """The state after the last batch that was trained on; batches that are only fetched do not count."""
         if len(self.recent) > 1 and not self._progress.has_trained():
             return self.recent[-2]
         return self.recent[-1]
@@ -198,5 +218,3 @@ class TrainLoader:
         if self._loader is not None:
             stop_workers(self._loader)
             self._loader = None
-
-

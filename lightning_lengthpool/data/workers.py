@@ -27,10 +27,10 @@ from megatron.energon.state import FlexState
 from megatron.energon.wrappers.base import BaseWrapperDataset
 from torch.utils.data import DataLoader
 
-LoaderT = TypeVar("LoaderT", bound=DataLoader)
+LoaderT = TypeVar("LoaderT", bound="DataLoader[Any]")
 T = TypeVar("T")
 
-TIMEOUT = 600.0  # seconds that `read_in_workers` waits; energon lets an encoder skip samples for ever
+TIMEOUT = 600.0  # seconds that `read_in_workers` waits
 
 # The training process survives these where it has a handler, and goes on: so must its workers.
 _IGNORED = {signal.SIGUSR1, signal.SIGUSR2}
@@ -56,13 +56,17 @@ def prepare_workers(loader: LoaderT) -> LoaderT:
     return loader
 
 
-def stop_workers(loader: DataLoader) -> None:
+def stop_workers(loader: DataLoader[Any]) -> None:
     """End a loader's worker processes now: torch leaves persistent ones to the garbage collector."""
     iterator = getattr(loader, "_iterator", None)
     if iterator is not None and hasattr(iterator, "_shutdown_workers"):
         with contextlib.suppress(RuntimeError):  # torch's word that a worker was dead already
             iterator._shutdown_workers()
         loader._iterator = None
+
+
+class NothingCameError(Exception):
+    """Workers made nothing in the time that is told: energon lets an encoder skip samples for ever."""
 
 
 class Records(BaseWrapperDataset[Any, T]):
@@ -97,7 +101,8 @@ def read_in_workers(dataset: Records[T], *, prefetch_factor: int = 2) -> Iterato
     """Read a data set in forked workers, which are stopped when the iterator ends or is closed.
 
     Raises:
-        RuntimeError: torch's own, if nothing came for `TIMEOUT` seconds ("timed out"), or a worker has died.
+        NothingCameError: If nothing came for `TIMEOUT` seconds.
+        RuntimeError: torch's own, if a worker has died.
     """
     loader = BasicDataLoader(
         dataset, gc_collect_every_n_steps=0, prefetch_factor=prefetch_factor, watchdog_timeout_seconds=None
@@ -106,6 +111,10 @@ def read_in_workers(dataset: Records[T], *, prefetch_factor: int = 2) -> Iterato
     loader.pin_memory, loader.timeout = False, TIMEOUT
     try:
         yield from loader
+    except RuntimeError as error:
+        if "timed out" not in str(error):
+            raise
+        raise NothingCameError(f"within {TIMEOUT:.0f} s") from error
     finally:
         stop_workers(loader)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from megatron.energon import Sample, SkipSample, TextSample, WorkerConfig, edataclass, stateless
+from megatron.energon import Sample, SkipSample, TextSample, edataclass, stateless
 
 from helpers.datasets import LengthEncoder, LengthSample, write_dataset, write_metadataset
 from lightning_lengthpool import LengthPoolDataModule
@@ -53,9 +53,8 @@ class Repeats(LengthEncoder):
             yield LengthSample.derive_from(sample, total_len=int(sample.text))
 
 
-def trained(module: LengthPoolDataModule, rank: int, ranks: int, samples: int) -> list[float]:
+def trained(module: LengthPoolDataModule, samples: int) -> list[float]:
     """The lengths in the order in which they come to training without a pool."""
-    module._worker_config = lambda num_workers: WorkerConfig(rank=rank, world_size=ranks, num_workers=num_workers)
     loader = module.train_dataloader()
     lengths = []
     for _ in range(samples):
@@ -63,7 +62,7 @@ def trained(module: LengthPoolDataModule, rank: int, ranks: int, samples: int) -
             batches = iter(loader)
         next(batches)
         lengths += loader.pop_record().lengths
-    module._close()
+    module.teardown("fit")
     return lengths
 
 
@@ -87,8 +86,9 @@ def test_the_streams_are_those_of_training(
     workers = max(1, settings["num_workers"])
     assert [(own.rank, own.worker) for own in found.streams] == [(r, w) for r in range(2) for w in range(workers)]
     for rank in range(2):
-        module = LengthPoolDataModule(path, encoder(), 1, policy="none", virtual_epoch_length=1000, **settings)
-        expected = trained(module, rank, 2, 40 * workers)
+        shard = {"rank": rank, "world_size": 2}
+        module = LengthPoolDataModule(path, encoder(), 1, policy="none", virtual_epoch_length=1000, **shard, **settings)
+        expected = trained(module, 40 * workers)
         for stream in found.streams[rank * workers : (rank + 1) * workers]:
             assert len(stream.lengths) >= 5 and stream.lengths.tolist() == stream.costs.tolist()
             assert stream.lengths.tolist() == expected[stream.worker :: workers][: len(stream.lengths)]
@@ -162,7 +162,7 @@ class SkipsAll(LengthEncoder):
 def test_an_encoder_that_skips_everything_does_not_hang(
     dataset: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_lengthpool.data.trial_run.TIMEOUT", 2.0)
+    monkeypatch.setattr("lightning_lengthpool.data.workers.TIMEOUT", 2.0)
     with pytest.raises(ValueError, match="SkipsAll made no sample .* within 2 s. Does it skip all samples"):
         survey(LengthPoolDataModule(dataset(LENGTHS), SkipsAll(), 1, num_workers=0), 1, 10)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.energon import DefaultTaskEncoder, SkipSample, TextSample, WorkerConfig, stateless
+from megatron.energon import DefaultTaskEncoder, SkipSample, TextSample, stateless
 
 from helpers.datasets import LengthEncoder, LengthSample, write_dataset, write_metadataset
 from helpers.ranks import run_ranks
@@ -563,14 +563,13 @@ def test_validation_has_as_many_workers_as_its_subset_has_samples(tmp_path: Path
     loader = module.val_dataloader()
     assert sorted(key for batch in loader for key in batch["keys"]) == [f"val{i:06d}" for i in (3, 4, 5)]
     module.teardown("validate")
-    module._worker_config = lambda num_workers: WorkerConfig(rank=0, world_size=4, num_workers=num_workers)
+    module = data(path, num_workers=8, rank=0, world_size=4)
     with pytest.raises(ValueError, match="val split of .* has 3 samples for 4 ranks"):
         module.setup("validate")
 
 
 def test_fewer_validation_samples_than_ranks_is_an_error(dataset: Callable[..., Path]) -> None:
-    module = data(dataset(LENGTHS, val=[5, 5]))
-    module._worker_config = lambda num_workers: WorkerConfig(rank=0, world_size=3, num_workers=num_workers)
+    module = data(dataset(LENGTHS, val=[5, 5]), rank=0, world_size=3)
     with pytest.raises(ValueError, match="val split of .* has 2 samples for 3 ranks"):
         module.setup("fit")
 
@@ -616,7 +615,7 @@ class SkipsAll(LengthEncoder):
 def test_an_encoder_that_skips_everything_shows_before_training(
     dataset: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_lengthpool.data.trial_run.TIMEOUT", 3.0)
+    monkeypatch.setattr("lightning_lengthpool.data.workers.TIMEOUT", 3.0)
     path = dataset(LENGTHS)
     with pytest.raises(ValueError, match=r"SkipsAll made no batch .*: it skips all samples.*skip_tolerance is 50\)"):
         LengthPoolDataModule(path, SkipsAll(), 1, num_workers=0, skip_tolerance=50).setup("fit")

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from megatron.energon import (
     SkipSample,
     WorkerConfig,
-    get_savable_loader,
-    get_train_dataset,
     stateless,
 )
 
@@ -20,12 +18,12 @@ from helpers.datasets import LengthEncoder
 from helpers.lengths import lognormal
 from helpers.orders import reference_stream
 from helpers.pools import CONFIG, batches, blocks, keys, parity, pooled
-from lightning_lengthpool.data.loaders import TrainLoader
 from lightning_lengthpool.data.pools.dataset import LengthPoolDataset
-from lightning_lengthpool.data.task_encoder import length_pool
+from lightning_lengthpool.data.source import Source
+from lightning_lengthpool.data.train_loader import TrainLoader
 from lightning_lengthpool.ordering.order import order_blocks, stream_draw
+from lightning_lengthpool.ordering.reference_costs import ReferenceCosts
 from lightning_lengthpool.ordering.settings import PoolSettings
-from lightning_lengthpool.ordering.sorted_pool import HISTORY, Reference
 
 # ---- order
 
@@ -70,7 +68,7 @@ def test_blocks_leave_as_the_pure_policy_says() -> None:
 def test_a_stream_leaves_as_the_pure_pool_says() -> None:
     lengths = lognormal(600)
     out = [[int(key) for key in batch.__key__] for batch in batches(streamed(lengths, pool_size=103, batch_size=4))]
-    assert out == [block.numbers for block, _ in blocks(lengths, 100, batch_size=4, history=HISTORY * 100)]
+    assert out == [block.numbers for block, _ in blocks(lengths, 100, batch_size=4)]
 
 
 def streamed(lengths: list[int], **settings: Any) -> LengthPoolDataset:
@@ -105,20 +103,8 @@ def test_each_ranks_pool_holds_exactly_its_own_samples(dataset: Callable[..., Pa
 
     def stream(rank: int, policy: str) -> list[str]:
         config = WorkerConfig(rank=rank, world_size=ranks, num_workers=num_workers)
-        encoder = LengthEncoder()
-        with length_pool(encoder, PoolSettings(pool_size=pool_size, policy=policy)):
-            data = get_train_dataset(
-                path,
-                worker_config=config,
-                batch_size=1,
-                shuffle_buffer_size=None,
-                max_samples_per_sequence=None,
-                task_encoder=encoder,
-            )
-        loader = TrainLoader(
-            lambda state, data=data: (get_savable_loader(data, gc_collect_every_n_steps=0), data, state),
-            pools * pool_size * workers,
-        )
+        training = Source(path, LengthEncoder()).training(PoolSettings(1, pool_size, policy), config)
+        loader = TrainLoader(lambda state: (training, state), pools * pool_size * workers)
         try:
             return [key for batch in loader for key in batch["keys"]]
         finally:
@@ -144,19 +130,9 @@ def test_four_ranks_see_blocks_of_the_same_relative_place(
     path = dataset(lognormal(1200), shards=8)
 
     def stream(rank: int) -> list[float]:
-        encoder = LengthEncoder()
-        with length_pool(encoder, PoolSettings(pool_size=120, policy=policy)):
-            data = get_train_dataset(
-                path,
-                worker_config=WorkerConfig(rank=rank, world_size=4, num_workers=num_workers),
-                batch_size=4,
-                shuffle_buffer_size=None,
-                max_samples_per_sequence=None,
-                task_encoder=encoder,
-            )
-        loader = TrainLoader(
-            lambda state, data=data: (get_savable_loader(data, gc_collect_every_n_steps=0), data, state), 80
-        )
+        config = WorkerConfig(rank=rank, world_size=4, num_workers=num_workers)
+        training = Source(path, LengthEncoder()).training(PoolSettings(4, 120, policy), config)
+        loader = TrainLoader(lambda state: (training, state), 80)
         try:
             return [float(np.mean(batch["lengths"])) for batch in loader]
         finally:
@@ -307,7 +283,7 @@ def test_batches_hold_what_fits(over_budget: str, batch_size: int | None) -> Non
     for batch in out:
         assert len(batch.lengths) <= (batch_size or 500)
         assert len(batch.lengths) * max(batch.lengths) <= 2000 or (len(batch.lengths) == 1 and batch.__key__[0] in dear)
-    assert out[-1].place["pool"]["dropped"] == (len(dear) if over_budget == "drop" else 0) != len(out)
+    assert out[-1].state.pool.dropped == (len(dear) if over_budget == "drop" else 0) != len(out)
     assert len(dear) > 5
 
 
@@ -370,8 +346,8 @@ def test_a_class_without_a_share_is_named_with_the_sample(kind: Any) -> None:
 def test_a_pool_that_drifts_from_its_reference_says_so_once() -> None:
     lengths = lognormal(2500)
     right, wrong = (
-        Reference({None: lognormal(2000, seed=5)}),
-        Reference({None: [2 * n for n in lognormal(2000, seed=5)]}),
+        ReferenceCosts({None: lognormal(2000, seed=5)}),
+        ReferenceCosts({None: [2 * n for n in lognormal(2000, seed=5)]}),
     )
     settings = {"pool_size": 200, "batch_size": 4}
     for reference, warnings in ((right, 0), (wrong, 1)):

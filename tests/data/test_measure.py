@@ -199,13 +199,13 @@ RESUMED: list[dict[str, Any]] = [
 @pytest.mark.filterwarnings("ignore:.*over_budget is 'drop'")
 @pytest.mark.parametrize("snapshot", [30, 10_000])
 @pytest.mark.parametrize("settings", RESUMED, ids=lambda settings: settings["policy"])
-def test_a_run_with_failures_resumes_exactly(
-    dataset: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, settings: dict, snapshot: int
-) -> None:
-    for name in ("flush_pool", "stream_pool"):
-        monkeypatch.setattr(f"lightning_lengthpool.{name}.SNAPSHOT_SAMPLES", snapshot)
+def test_a_run_with_failures_resumes_exactly(dataset: Callable[..., Path], settings: dict, snapshot: int) -> None:
     path = dataset(LENGTHS, shards=3)
-    check_resume(lambda: module(path, resume="exact", **settings), [1, 4, 6, 7, 14, 27, 40], batches=50)
+    check_resume(
+        lambda: module(path, resume="exact", snapshot_samples=snapshot, **settings),
+        [1, 4, 6, 7, 14, 27, 40],
+        batches=50,
+    )
 
 
 class Flaky:
@@ -223,13 +223,9 @@ class Flaky:
 
 @pytest.mark.parametrize("snapshot", [30, 10_000])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_failure_that_does_not_come_again_stays_one(
-    dataset: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, policy: str, snapshot: int
-) -> None:
-    for name in ("flush_pool", "stream_pool"):
-        monkeypatch.setattr(f"lightning_lengthpool.{name}.SNAPSHOT_SAMPLES", snapshot)
+def test_a_failure_that_does_not_come_again_stays_one(dataset: Callable[..., Path], policy: str, snapshot: int) -> None:
     path = dataset(LENGTHS)
-    settings = {"policy": policy, "resume": "exact"}
+    settings = {"policy": policy, "resume": "exact", "snapshot_samples": snapshot}
     for stop in (1, 3, 9, 14, 21):
         flaky = Flaky({5, 13, 14, 29, 41})
         whole = module(path, length_fn=flaky, **settings)
@@ -257,7 +253,7 @@ def test_a_sample_that_cannot_be_measured_again_is_a_difference_that_is_told(
     state = through_a_file(first.state_dict())
     for failing_call in (1, 3, 20, 31):
         part = module(path, policy=policy, resume="exact", length_fn=Flaky({failing_call}))
-        state["settings"]["length_fn"] = part._saved_settings()["length_fn"]
+        state["settings"]["length_fn"] = part.settings.identity()["length_fn"]
         part.load_state_dict(state)
         with pytest.raises(ValueError, match=r"cannot go on exactly \(resume is 'exact'\)"):
             next(iter(part.train_dataloader()))

@@ -5,13 +5,12 @@ from typing import Any
 import pytest
 
 from helpers.lengths import lognormal
-from helpers.pools import CONFIG, Stream, batches, pooled
+from helpers.pools import CONFIG, batches, pooled
 from lightning_lengthpool.cost_models import CostModel, QuadraticCost
-from lightning_lengthpool.data.pools.flush_pool import FlushPool
-from lightning_lengthpool.ordering.order import get_policy
+from lightning_lengthpool.ordering.order import ORDERS
+from lightning_lengthpool.ordering.reference_costs import ReferenceCosts
 from lightning_lengthpool.ordering.reference_lengths import read_reference_lengths, with_reference
 from lightning_lengthpool.ordering.settings import PoolSettings, PoolWarmup
-from lightning_lengthpool.ordering.sorted_pool import Reference
 
 
 def a_class(sample: Any) -> str:
@@ -34,8 +33,8 @@ def a_class(sample: Any) -> str:
             {"policy": "stream", "pool_size": 0, "max_tokens": 8},
             "max_tokens is 8 .*pool_size 0, expected policy 'stream'",
         ),
-        ({"reference": Reference({None: [1]})}, "reference_lengths is set with policy 'pool'"),
-        ({"class_fn": a_class, "class_shares": {"a": 1}}, "class_fn is .*with policy 'pool'"),
+        ({"reference": ReferenceCosts({None: [1]})}, "reference_lengths is set with policy 'pool'"),
+        ({"class_fn": a_class, "class_shares": {"a": 1}}, "class_shares is .*with policy 'pool'"),
         ({"policy": "stream", "class_fn": a_class}, "class_fn and class_shares go together"),
         ({"over_budget": "skip"}, "over_budget is 'skip', expected one of: error, alone, drop"),
         ({"warmup": PoolWarmup(2000, 2)}, "pool_warmup is PoolWarmup.*pool_size 1000.*initial is at most pool_size"),
@@ -53,7 +52,7 @@ def test_a_wrong_setting_is_named(settings: dict, message: str) -> None:
         ({}, "class_shares is {}, expected the share of each class"),
         ({"a": 0.5, "b": 0.4}, "adds up to 0.9"),
         ({"a": 1.5, "b": -0.5}, r"class_shares\['b'\] is -0.5, expected a finite number above 0"),
-        ({1: 1.0}, "expected the share of each class by its name"),
+        ({1.5: 1.0}, "expected the share of each class by its name"),
     ],
 )
 def test_wrong_shares_are_named(shares: Any, message: str) -> None:
@@ -77,10 +76,10 @@ def test_a_wrong_warmup_is_named(warmup: dict) -> None:
 @pytest.mark.parametrize("policy", ["blocks", "stream"])
 def test_a_pool_without_a_whole_batch_is_an_error_where_batches_come_from_one_pool(policy: str) -> None:
     with pytest.raises(ValueError, match="pool_size is 3, less than batch_size 4, .*10 to 100 times"):
-        PoolSettings(pool_size=3, policy=policy).check_batch_size(4)
-    PoolSettings(pool_size=3).check_batch_size(4)
+        PoolSettings(4, pool_size=3, policy=policy)
+    PoolSettings(4, pool_size=3)
     with pytest.raises(ValueError, match="pool_warmup.initial is 3, less than batch_size 4"):
-        PoolSettings(policy="blocks", warmup=PoolWarmup(3, 2)).check_batch_size(4)
+        PoolSettings(4, policy="blocks", warmup=PoolWarmup(3, 2))
 
 
 class Halves(CostModel):
@@ -124,13 +123,13 @@ def test_the_first_pools_grow_to_the_full_size(policy: str, batch_size: int) -> 
     sizes = [10, 20, 30, 40, 50, 50, 50]
     if policy == "blocks":
         sizes = [size // 3 * 3 for size in sizes]
-    pool = FlushPool(Stream(lengths), PoolSettings(**settings), batch_size)
-    assert [pool.size(number) for number in range(7)] == sizes
+    made = PoolSettings(batch_size, **settings)
+    assert [made.size_of_pool(number) for number in range(7)] == sizes
     expected, start = [], 0
     for size in sizes:
         own = lengths[start : start + size]
         # the seed's i is the index of the pool's last sample
-        expected += [start + i for i in get_policy(policy)(own, size, start, 42, batch_size)]
+        expected += [start + i for i in ORDERS[policy](own, size, start, 42, batch_size)]
         start += size
     out = [int(key) for batch in batches(pooled(lengths, batch_size=batch_size, **settings)) for key in batch.__key__]
     assert out[: min(start, 300)] == expected[:300] and sorted(out) == list(range(300))
@@ -155,6 +154,6 @@ def test_the_reference_is_without_what_is_dropped(tmp_path) -> None:
     path.write_text("\ufefftokens,class\n5,a\n7,a\n90,a\n95,b\n")
     file = read_reference_lengths(path)
     settings = PoolSettings(policy="stream", max_tokens=50, over_budget="drop")
-    assert with_reference(settings, file, None, None).reference.costs[None].tolist() == [5, 7]
+    assert with_reference(settings, file, None).reference.costs[None].tolist() == [5, 7]
     with pytest.raises(ValueError, match="all lengths of class 'b' in reference_lengths .* cost more than max_tokens"):
-        with_reference(settings, file, len, None)
+        with_reference(settings, file, len)

@@ -117,12 +117,10 @@ class SeveralBefore(Several):
 @pytest.mark.parametrize("encoder", [Several, SeveralBefore])
 @pytest.mark.parametrize(("policy", "num_workers"), [("none", 0), ("pool", 0), ("pool", 2), ("stream", 0)])
 def test_a_generator_resumes_with_its_random_numbers(
-    dataset: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, encoder: type, policy: str, num_workers: int
+    dataset: Callable[..., Path], encoder: type, policy: str, num_workers: int
 ) -> None:
-    for name in ("flush_pool", "stream_pool"):
-        monkeypatch.setattr(f"lightning_lengthpool.{name}.SNAPSHOT_SAMPLES", 7)
     path, settings = dataset(LENGTHS), {"policy": policy, "num_workers": num_workers, "resume": "exact"}
-    settings["pool_size"] = 5
+    settings |= {"pool_size": 5, "snapshot_samples": 7}
     expected, _, _ = take(path, encoder(), 30, **settings)
     state: dict[str, Any] = {}
     found: list[Any] = []

@@ -15,6 +15,7 @@ from lightning_lengthpool.data.reading.splits import (
     worker_samples,
     workers_with_samples,
 )
+from lightning_lengthpool.data.source import Source
 from lightning_lengthpool.ordering.settings import PoolSettings
 
 
@@ -79,17 +80,17 @@ COUNTED = [
 def test_subset_and_repetitions_count(yaml: Callable[[str], Path], train: str, samples: int) -> None:
     path = yaml(train)
     assert split_size(path, "train") == samples
-    assert LengthPoolDataModule(path, LengthEncoder(), 1)._epoch_length(2) == samples // 2
+    assert len(LengthPoolDataModule(path, LengthEncoder(), 1, rank=1, world_size=2).train_dataloader()) == samples // 2
 
 
 @pytest.mark.parametrize("train", [train for train, _ in COUNTED])
 def test_workers_have_what_energon_gives_them(yaml: Callable[[str], Path], train: str) -> None:
-    path, module = yaml(train), LengthPoolDataModule(yaml(train), LengthEncoder(), 1)
+    path, source = yaml(train), Source(yaml(train), LengthEncoder())
     settings = PoolSettings(policy="none")
     dealt = []
     for rank in range(2):
         config = WorkerConfig(rank=rank, world_size=2, num_workers=2)
-        _, pool = module._train_dataset(config, settings, None)
+        pool = source.training(settings, config).pool
         dealt += [pool.dataset.len_worker(worker) for worker in range(2)]
     assert worker_samples(path, "train", 4).sum(axis=0).tolist() == dealt
 

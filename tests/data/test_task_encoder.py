@@ -14,7 +14,6 @@ from megatron.energon import (
     TextSample,
     WorkerConfig,
     basic_sample_keys,
-    get_savable_loader,
     get_train_dataset,
     stateless,
 )
@@ -22,8 +21,9 @@ from megatron.energon.wrappers import BatchDataset, MapDataset
 
 from helpers.datasets import LengthEncoder, LengthSample
 from helpers.orders import reference_stream
-from lightning_lengthpool.data.loaders import TrainLoader
+from lightning_lengthpool.data.source import Training
 from lightning_lengthpool.data.task_encoder import check_encoder, length_pool, require_length_pool, warn_not_stateless
+from lightning_lengthpool.data.train_loader import TrainLoader
 from lightning_lengthpool.ordering.settings import PoolSettings
 
 ENERGONS = TaskEncoder.build_batch
@@ -47,7 +47,8 @@ def run(
     path: Path, encoder: TaskEncoder, batches: int, *, policy: str = "pool", pool_size: int = 20, **kwargs: Any
 ) -> Any:
     check_encoder(encoder)
-    with length_pool(encoder, PoolSettings(pool_size=pool_size, policy=policy), kwargs.pop("failure_tolerance", None)):
+    settings = PoolSettings(kwargs.get("batch_size", 4), pool_size, policy)
+    with length_pool(encoder, settings, kwargs.pop("failure_tolerance", None)):
         dataset = get_train_dataset(
             path,
             worker_config=WorkerConfig(rank=0, world_size=1, num_workers=0),
@@ -56,8 +57,7 @@ def run(
             **{"batch_size": 4, "shuffle_buffer_size": None, **kwargs},
         )
     pool = require_length_pool(dataset, encoder)
-    loader = TrainLoader(lambda state: (get_savable_loader(dataset, gc_collect_every_n_steps=0), pool, state), batches)
-    return list(loader)
+    return list(TrainLoader(lambda state: (Training(dataset, pool), state), batches))
 
 
 def test_without_a_change_to_the_encoder(dataset: Callable[..., Path]) -> None:

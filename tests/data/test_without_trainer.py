@@ -102,9 +102,8 @@ def test_wrong_ranks_are_named(given: dict, message: str) -> None:
 
 
 def choose(*offers: list[int], wanted: int) -> tuple[int, list[Any]]:
-    states = {rank: [{"batches": batches} for batches in own] for rank, own in enumerate(offers)}
-    batches, found = checkpoint.choose(states, wanted, len(offers))
-    return batches, [state and state["batches"] for state in found]
+    states = {rank: {batches: batches for batches in own} for rank, own in enumerate(offers)}
+    return checkpoint.choose(states, wanted, len(offers))
 
 
 def test_the_state_after_the_batch_that_the_model_has_seen_is_chosen() -> None:

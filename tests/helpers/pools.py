@@ -10,8 +10,8 @@ from megatron.energon import (
     WorkerConfig,
 )
 
+from helpers import resuming
 from helpers.resuming import through_a_file
-from lightning_lengthpool import LengthPoolDataModule
 from lightning_lengthpool.cost_models import TokenCost
 from lightning_lengthpool.data.pools.dataset import LengthPoolDataset, PooledBatch
 from lightning_lengthpool.ordering.settings import PoolSettings
@@ -48,8 +48,7 @@ def pooled(lengths: list[int], *, batch_size: int = 1, **settings: Any) -> Lengt
     functions = {name: settings.pop(name) for name in ("batch", "postencode") if name in settings}
     return LengthPoolDataset(
         Stream(lengths),
-        batch_size=batch_size,
-        settings=PoolSettings(**settings),
+        settings=PoolSettings(batch_size, **settings),
         worker_config=CONFIG,
         **{"batch": list, **functions},
     )
@@ -103,8 +102,7 @@ def take(
     path: Path, encoder: Any, batches: int, state: dict[str, Any] | None = None, **settings: Any
 ) -> tuple[list[list[str]], dict[str, Any], list[str]]:
     """Take some batches; returns their keys, the state after them, and what was warned of."""
-    defaults = {"pool_size": 12, "num_workers": 0, "virtual_epoch_length": 1000}
-    module = LengthPoolDataModule(path, encoder, 2, **(defaults | settings))
+    module = resuming.module(path, encoder=encoder, **settings)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         module.load_state_dict(state or {})

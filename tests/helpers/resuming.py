@@ -2,7 +2,8 @@
 
 import io
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from megatron.energon import DefaultTaskEncoder, SkipSample, TextSample, edatacl
 
 from helpers.datasets import LengthSample
 from helpers.lengths import lognormal
+from helpers.save_load import check_save_and_load
 from lightning_lengthpool import LengthPoolDataModule
+from lightning_lengthpool.data.pools.pool import SNAPSHOT_SAMPLES
 
 LENGTHS = lognormal(150, seed=2, mu=4)
 BATCHES = 60
@@ -55,7 +58,10 @@ class NoisyEncoder(DefaultTaskEncoder):
 def module(path: Path, **settings: Any) -> LengthPoolDataModule:
     defaults = {"batch_size": 2, "pool_size": 12, "num_workers": 0, "virtual_epoch_length": 1000}
     encoder = settings.pop("encoder", None) or NoisyEncoder()
-    return LengthPoolDataModule(path, encoder, **(defaults | settings))
+    snapshot_samples = settings.pop("snapshot_samples", SNAPSHOT_SAMPLES)
+    made = LengthPoolDataModule(path, encoder, **(defaults | settings))
+    made.source = replace(made.source, snapshot_samples=snapshot_samples)
+    return made
 
 
 def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
@@ -66,22 +72,18 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_resume(make: Callable[[], LengthPoolDataModule], stops: list[int], batches: int = BATCHES) -> None:
-    """Stop after each of `stops` and go on from there: all must be as in a run without a stop."""
-    whole = make()
-    loader = whole.train_dataloader()
-    expected = [batch for _, batch in zip(range(batches), loader, strict=False)]
-    whole.teardown("fit")
-    state: dict[str, Any] = {}
-    done = 0
-    for stop in [*stops, batches]:
-        part = make()
-        part.load_state_dict(state)
-        loader = part.train_dataloader()
-        stream = iter(loader)
-        got = [next(stream) for _ in range(stop - done)]
-        assert got == expected[done:stop]
-        done, state = stop, through_a_file(part.state_dict())
-        part.teardown("fit")
+    """Stop a data module after each of `stops`, through a checkpoint: all must be as in a run without a stop."""
+    made: list[LengthPoolDataModule] = []
+
+    def start(state: dict[str, Any] | None) -> tuple[Iterator[Any], Callable[[], dict[str, Any]]]:
+        for before in made:
+            before.teardown("fit")
+        made[:] = [make()]
+        made[0].load_state_dict(state or {})
+        return iter(made[0].train_dataloader()), made[0].state_dict
+
+    check_save_and_load(start, batches, stops, through_a_file)
+    made[0].teardown("fit")
 
 
 class PackingEncoder(NoisyEncoder):

@@ -30,6 +30,7 @@ from helpers.resuming import (
 )
 from lightning_lengthpool import LengthPoolDataModule
 from lightning_lengthpool.cost_models import QuadraticCost
+from lightning_lengthpool.data.pools.plain_state import to_plain
 from lightning_lengthpool.data.resume import checkpoint
 from lightning_lengthpool.ordering.settings import PoolWarmup
 
@@ -44,28 +45,22 @@ def test_a_resumed_stream_is_the_uninterrupted_one(dataset: Callable[..., Path],
     check_resume(lambda: module(path, policy=policy, num_workers=num_workers), stops, batches=25 * workers)
 
 
-@pytest.fixture
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A snapshot every 30 samples, so that a short run has several."""
-    for name in ("flush_pool", "stream_pool"):
-        monkeypatch.setattr(f"lightning_lengthpool.{name}.SNAPSHOT_SAMPLES", 30)
+OFTEN = {"snapshot_samples": 30}  # so that a short run has several snapshots
 
 
-@pytest.mark.usefixtures("often")
 @pytest.mark.parametrize(("policy", "num_workers"), [("blocks", 2), ("stream", 1), ("stream", 2), ("stream", 3)])
 def test_blocks_and_streams_resume_exactly_with_workers(
     dataset: Callable[..., Path], policy: str, num_workers: int
 ) -> None:
     path = dataset(LENGTHS, shards=6)
     stops = [6 * num_workers + 1, 16 * num_workers]
-    check_resume(lambda: module(path, policy=policy, num_workers=num_workers), stops, batches=20 * num_workers)
+    check_resume(lambda: module(path, policy=policy, num_workers=num_workers, **OFTEN), stops, batches=20 * num_workers)
 
 
-@pytest.mark.usefixtures("often")
 @pytest.mark.parametrize("policy", ["blocks", "stream"])
 def test_blocks_and_streams_resume_exactly_at_every_single_batch(dataset: Callable[..., Path], policy: str) -> None:
     path = dataset(LENGTHS)
-    check_resume(lambda: module(path, policy=policy), list(range(0, BATCHES)), batches=BATCHES)
+    check_resume(lambda: module(path, policy=policy, **OFTEN), list(range(0, BATCHES)), batches=BATCHES)
 
 
 REFERENCE = "tokens,class\n" + "".join(f"{length},{'odd' if length % 2 else 'even'}\n" for length in sorted(LENGTHS))
@@ -76,7 +71,6 @@ def by_parity(sample: NoisySample) -> str:
     return "odd" if sample.total_len % 2 else "even"
 
 
-@pytest.mark.usefixtures("often")
 @pytest.mark.parametrize(
     "settings",
     [
@@ -101,11 +95,10 @@ def test_a_stream_of_whatever_settings(dataset: Callable[..., Path], tmp_path: P
     check_resume(lambda: module(path, policy="stream", **settings), STOPS)
 
 
-@pytest.mark.usefixtures("often")
 @pytest.mark.parametrize("policy", ["pool", "blocks"])
 def test_pools_that_still_grow(dataset: Callable[..., Path], policy: str) -> None:
     path, warmup = dataset(LENGTHS), PoolWarmup(initial=3, flushes=5)
-    settings = {"policy": policy, "pool_size": 20, "batch_size": 3, "pool_warmup": warmup}
+    settings = {"policy": policy, "pool_size": 20, "batch_size": 3, "pool_warmup": warmup, **OFTEN}
     check_resume(lambda: module(path, **settings), list(range(0, 40, 3)), batches=45)
 
 
@@ -125,11 +118,10 @@ def test_whatever_the_pool_and_the_data_look_like(dataset: Callable[..., Path], 
     check_resume(lambda: module(path, **settings), [1, 8, 13, 20, 21, 50])
 
 
-def test_with_a_snapshot_only_every_few_pools(dataset: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("samples", [1, 30, 10_000])
+def test_with_a_snapshot_only_every_few_pools(dataset: Callable[..., Path], samples: int) -> None:
     path = dataset(LENGTHS)
-    for samples in (1, 30, 10_000):
-        monkeypatch.setattr("lightning_lengthpool.data.pools.flush_pool.SNAPSHOT_SAMPLES", samples)
-        check_resume(lambda: module(path), [3, 10, 11, 12, 13, 40])
+    check_resume(lambda: module(path, snapshot_samples=samples), [3, 10, 11, 12, 13, 40])
 
 
 def test_over_several_passes_of_the_data(dataset: Callable[..., Path]) -> None:
@@ -248,20 +240,20 @@ def test_the_state_is_keys_only_and_does_not_grow(dataset: Callable[..., Path], 
 # ---- another shape
 
 
-def test_a_streams_place_is_a_few_numbers_and_a_snapshot_comes_every_pool(
-    dataset: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+def test_a_streams_state_is_a_few_numbers_and_a_snapshot_comes_every_pool(
+    dataset: Callable[..., Path],
 ) -> None:
-    monkeypatch.setattr("lightning_lengthpool.data.pools.stream_pool.SNAPSHOT_SAMPLES", 1)
-    part = module(dataset(LENGTHS), policy="stream", pool_size=50)
-    stream = iter(part.train_dataloader())
-    snapshots, places = [], []
+    part = module(dataset(LENGTHS), policy="stream", pool_size=50, snapshot_samples=1)
+    loader = part.train_dataloader()
+    stream = iter(loader)
+    snapshots, states = [], []
     for _ in range(200):
         next(stream)
-        (worker,) = part.state_dict()["ranks"][0]["workers"]
-        snapshots.append(id(worker["snapshot"]))
-        places.append(worker["place"]["pool"])
-    assert len(set(snapshots)) == pytest.approx(200 * 2 / 50, abs=2)
-    assert max(place["slots"] for place in places) <= 25 and max(len(place["again"]) for place in places) <= 5
+        (worker,) = loader.state().workers
+        snapshots.append(worker.pool.snapshot)
+        states.append(worker.pool)
+    assert len(set(map(id, snapshots))) == pytest.approx(200 * 2 / 50, abs=2)
+    assert max(state.slots for state in states) <= 25 and max(len(state.again) for state in states) <= 5
 
 
 @pytest.mark.parametrize(
@@ -280,7 +272,7 @@ def test_each_logical_workers_stream_goes_on_in_another_shape(
         """The next batches of every logical worker."""
         found = []
         for part in modules:
-            workers = max(1, part.num_workers)
+            workers = max(1, part.source.num_workers)
             stream = iter(part._state.loader or part.train_dataloader())
             batches = [next(stream) for _ in range(each * workers)]
             found += [batches[worker::workers] for worker in range(workers)]
@@ -290,7 +282,7 @@ def test_each_logical_workers_stream_goes_on_in_another_shape(
     streams(old, 8)
     states = [part._state.own for part in old]
     expected = streams(old, 10)
-    saved = checkpoint.join(old[0]._state.settings, 8 * max(1, before[1]), states)
+    saved = checkpoint.join(old[0]._state.settings, 8 * max(1, before[1]), to_plain(states))
     new = ranks(after)
     for part in new:
         part.load_state_dict(through_a_file(saved))
@@ -312,12 +304,11 @@ def test_another_shape_with_other_random_numbers_is_no_exact_resume(dataset: Cal
         module(path, num_workers=2, resume="exact").load_state_dict(state)
 
 
-@pytest.mark.usefixtures("often")
 def test_a_streams_workers_agree_again_in_another_shape(dataset: Callable[..., Path]) -> None:
     """A worker's number is part of the draws: two workers of one rank become two ranks, which must draw the same."""
     path = dataset(LENGTHS, shards=4)
     settings = {"policy": "stream", "encoder": KeyEncoder(bad=False), "batch_size": 1, "pool_size": 24}
-    settings = settings | {"max_samples_per_sequence": None}
+    settings = settings | {"max_samples_per_sequence": None, **OFTEN}
     state = saved_state(path, batches=2 * 40, num_workers=2, **settings)
 
     def lengths(rank: int, ranks: int, num_workers: int, state: dict) -> tuple[list[int], dict]:
@@ -327,7 +318,7 @@ def test_a_streams_workers_agree_again_in_another_shape(dataset: Callable[..., P
         got = [LENGTHS[int(next(stream)[0][-6:])] for _ in range(50 * num_workers)]
         own, saved = part._state.own, part._state.settings
         part.teardown("fit")
-        return got, through_a_file(checkpoint.join(saved, own["batches"], [own]))
+        return got, through_a_file(checkpoint.join(saved, own.batches, [to_plain(own)]))
 
     (one, first), (two, second) = (lengths(rank, 2, 1, state) for rank in range(2))
     assert np.corrcoef(np.log(one), np.log(two))[0, 1] > 0.9
@@ -411,7 +402,7 @@ def test_before_the_first_batch_any_settings_fit(dataset: Callable[..., Path]) -
     ("damage", "message"),
     [
         (lambda state: state.pop("version"), "it lacks 'version'"),
-        (lambda state: state.update(version=1), "is of version 1, and this release reads version 2"),
+        (lambda state: state.update(version=1), "is of version 1, and this release reads version 3"),
         (lambda state: state.update(version="2"), "it['version'] is '2', expected int"),
         (lambda state: state.pop("ranks"), "it lacks 'ranks'"),
         (lambda state: state.update(ranks={}), "it['ranks'] is {}, expected a list"),
@@ -422,8 +413,8 @@ def test_before_the_first_batch_any_settings_fit(dataset: Callable[..., Path]) -
         (lambda state: state["ranks"][0].pop("workers"), "it['ranks'][0] lacks 'workers'"),
         (lambda state: state["ranks"][0].update(workers=[]), "rank 0 has 0 workers after 5 batches, expected 1"),
         (lambda state: state["ranks"][0].update(batches=4), "rank 0 has 1 workers after 4 batches, expected 1 after 5"),
-        (lambda state: state["ranks"][0]["workers"][0].pop("place"), "it['ranks'][0]['workers'][0] lacks 'place'"),
-        (lambda state: state["ranks"][0]["workers"][0]["place"].update(slots=None), "['slots'] is None, expected int"),
+        (lambda state: state["ranks"][0]["workers"][0].pop("pool"), "it['ranks'][0]['workers'][0] lacks 'pool'"),
+        (lambda state: state["ranks"][0]["workers"][0].update(slots=None), "['slots'] is None, expected int"),
     ],
 )
 def test_a_malformed_state_is_one_error(dataset: Callable[..., Path], damage: Any, message: str) -> None:
@@ -438,12 +429,13 @@ def test_a_malformed_state_is_one_error(dataset: Callable[..., Path], damage: An
 @pytest.mark.parametrize(
     ("policy", "damage"),
     [
-        ("pool", lambda worker: worker["snapshot"].pop("data")),
-        ("pool", lambda worker: worker["snapshot"].update(data={"__class__": "Other"})),
-        ("pool", lambda worker: worker["place"]["pool"].pop("cursor")),
-        ("stream", lambda worker: worker["snapshot"].pop("costs")),
-        ("stream", lambda worker: worker["snapshot"].update(history=5)),
-        ("stream", lambda worker: worker["place"]["pool"].update(slots="many")),
+        ("pool", lambda worker: worker["pool"]["snapshot"].pop("data")),
+        ("pool", lambda worker: worker["pool"]["snapshot"].update(data={"__class__": "Other"})),
+        ("pool", lambda worker: worker["pool"].pop("index")),
+        ("pool", lambda worker: worker.update(__object__="Path")),
+        ("stream", lambda worker: worker["pool"]["snapshot"].pop("costs")),
+        ("stream", lambda worker: worker["pool"]["snapshot"].update(history=5)),
+        ("stream", lambda worker: worker["pool"].update(slots="many")),
     ],
 )
 def test_a_workers_malformed_state_is_named_with_its_rank(
@@ -453,8 +445,8 @@ def test_a_workers_malformed_state_is_named_with_its_rank(
     state = saved_state(path, policy=policy, num_workers=num_workers)
     damage(state["ranks"][0]["workers"][0])
     part = module(path, policy=policy, num_workers=num_workers)
-    part.load_state_dict(state)
     with pytest.raises(ValueError, match="rank 0, worker 0: its part of the data state.*cannot be restored.*fresh"):
+        part.load_state_dict(state)
         next(iter(part.train_dataloader()))
     part.teardown("fit")
 
@@ -552,12 +544,9 @@ def test_exact_refuses_an_encoder_that_cannot_be_restored(dataset: Callable[...,
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("snapshot", [1, 10_000])
-def test_approximate_goes_on_with_the_next_pool(
-    dataset: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, num_workers: int, snapshot: int
-) -> None:
-    monkeypatch.setattr("lightning_lengthpool.data.pools.flush_pool.SNAPSHOT_SAMPLES", snapshot)
+def test_approximate_goes_on_with_the_next_pool(dataset: Callable[..., Path], num_workers: int, snapshot: int) -> None:
     path = dataset(LENGTHS)
-    settings = {"encoder": ForgetfulEncoder(bad=False), "num_workers": num_workers}
+    settings = {"snapshot_samples": snapshot, "encoder": ForgetfulEncoder(bad=False), "num_workers": num_workers}
     whole = [batch for _, batch in zip(range(48), module(path, **settings).train_dataloader(), strict=False)]
     workers = max(1, num_workers)
     state = saved_state(path, batches=9 * workers, **settings)  # in the middle of each worker's second pool
@@ -570,10 +559,9 @@ def test_approximate_goes_on_with_the_next_pool(
     part.teardown("fit")
 
 
-@pytest.mark.usefixtures("often")
 def test_an_approximate_stream_loses_what_was_held_at_the_snapshot(dataset: Callable[..., Path]) -> None:
     path = dataset(LENGTHS)
-    settings = {"encoder": ForgetfulEncoder(bad=False), "policy": "stream"}
+    settings = {"encoder": ForgetfulEncoder(bad=False), "policy": "stream", **OFTEN}
     whole = [batch for _, batch in zip(range(10), module(path, **settings).train_dataloader(), strict=False)]
     state = saved_state(path, batches=10, **settings)
     part = module(path, **settings)
@@ -586,7 +574,7 @@ def test_an_approximate_stream_loses_what_was_held_at_the_snapshot(dataset: Call
     state = through_a_file(part.state_dict())
     part.teardown("fit")
     part = module(path, **settings)
-    part.load_state_dict(state)  # after the loss there is a place as good as any
+    part.load_state_dict(state)  # after the loss there is a state as good as any
     with pytest.warns(UserWarning, match="go on approximately"):
         assert not {key for key in next(iter(part.train_dataloader()))} & {*before, *after}
 

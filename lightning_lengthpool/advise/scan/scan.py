@@ -17,7 +17,7 @@ from megatron.energon import WorkerConfig
 
 from lightning_lengthpool.advise.scan.scan_parts import BatchCheck, Stream, Survey, survey_of_lengths
 from lightning_lengthpool.advise.scan.scan_worker import BatchReader, Failures, Part, SampleReader, named
-from lightning_lengthpool.data.workers import TIMEOUT, read_in_workers
+from lightning_lengthpool.data.workers import NothingCameError, read_in_workers
 from lightning_lengthpool.ordering.settings import PoolSettings
 
 if TYPE_CHECKING:
@@ -167,14 +167,16 @@ def _read(reader: SampleReader | BatchReader, module: "LengthPoolDataModule") ->
         for part in parts:
             if part.error is not None:
                 first = f" ({part.failed} samples failed, the first one {part.failure})" if part.failure else ""
-                raise ValueError(f"the train split of {module.source.path} cannot be read with {encoder}: {part.error}{first}")
+                raise ValueError(
+                    f"the train split of {module.source.path} cannot be read with {encoder}: {part.error}{first}"
+                )
             yield part
+    except NothingCameError as error:
+        raise ValueError(
+            f"{encoder} made no sample of the train split of {module.source.path} {error}. Does it skip all samples "
+            "(SkipSample)?"
+        ) from error
     except RuntimeError as error:
-        if "timed out" in str(error):
-            raise ValueError(
-                f"{encoder} made no sample of the train split of {module.source.path} within {TIMEOUT:.0f} s. "
-                "Does it skip all samples (SkipSample)?"
-            ) from error
         if "exited unexpectedly" not in str(error) and "killed" not in str(error):
             raise
         raise ValueError(f"a worker that read the train split of {module.source.path} has died: {error}") from error

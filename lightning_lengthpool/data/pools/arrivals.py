@@ -6,12 +6,14 @@ would lead to other batches without a word. So the iterator state has a checksum
 """
 
 import zlib
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from megatron.energon import SavableDataset, WorkerConfig
 from megatron.energon.errors import FatalSampleError
 from megatron.energon.wrappers.base import get_sample_restore_key
 
+from lightning_lengthpool.data.pools.plain_state import plain_state
 from lightning_lengthpool.data.reading.shards import ShardError
 from lightning_lengthpool.ordering.length import get_field
 from lightning_lengthpool.ordering.settings import PoolSettings, Size
@@ -19,6 +21,16 @@ from lightning_lengthpool.ordering.settings import PoolSettings, Size
 
 class StarvedError(FatalSampleError):
     """A worker that reads, and makes nothing of what it reads: the other ranks would wait for it without end."""
+
+
+@plain_state
+@dataclass(frozen=True)
+class ArrivalsState:
+    """What has come into a pool: how many samples, their checksum, and the last one's key."""
+
+    samples: int = 0
+    checksum: int = 0
+    last: Any = None
 
 
 class Arrivals:
@@ -31,11 +43,8 @@ class Arrivals:
 
     def __init__(self) -> None:
         self.tolerance = self.buffered = 0
-        self.reset()
-
-    def reset(self) -> None:
-        self.samples = self.checksum = self._read = 0
-        self.last: Any = None  # the last one's key
+        self._samples = self._checksum = self._read = 0
+        self._last: Any = None  # the last one's key
 
     def read(self, worker_config: WorkerConfig) -> None:
         """Count a sample that is read, before it is known what becomes of it.
@@ -51,17 +60,16 @@ class Arrivals:
     def add(self, sample: Any, cost: float) -> None:
         """Count a sample that comes in."""
         self._read = 0
-        self.samples += 1
-        self.checksum = zlib.crc32(f"{get_sample_restore_key(sample)}{cost}".encode(), self.checksum)
-        self.last = get_field(sample, "__key__")
+        self._samples += 1
+        self._checksum = zlib.crc32(f"{get_sample_restore_key(sample)}{cost}".encode(), self._checksum)
+        self._last = get_field(sample, "__key__")
 
-    def state(self) -> list[Any]:
-        """What `restore` takes, plain."""
-        return [self.samples, self.checksum, self.last]
+    def state(self) -> ArrivalsState:
+        return ArrivalsState(self._samples, self._checksum, self._last)
 
-    def restore(self, state: list[Any]) -> None:
-        self.samples, self.checksum, self.last = state
-        self._read = 0
+    def restore(self, state: ArrivalsState) -> None:
+        """Go on counting from there."""
+        self._samples, self._checksum, self._last, self._read = state.samples, state.checksum, state.last, 0
 
 
 class Replay:
@@ -103,15 +111,14 @@ class Replay:
             self.differences.append(f"sample {name!r} has a cost of {size.cost:g} now, and had one of {cost:g}")
         return sample, size
 
-    def compare(self, arrivals: Arrivals, saved: list[Any]) -> None:
+    def compare(self, now: ArrivalsState, saved: ArrivalsState) -> None:
         """Compare what has come in again with what had come in when the state was saved."""
-        if arrivals.state() == saved:
+        if now == saved:
             return
-        samples, _, last = saved
-        found = "some of them are" if last == arrivals.last else f"the last of them is {arrivals.last!r}, so they are"
+        which = "some of them are" if saved.last == now.last else f"the last of them is {now.last!r}, so they are"
         self.differences.append(
-            f"the samples that had come in since the last snapshot, up to number {samples} ({last!r}), were read "
-            f"again, and {found} others or of other lengths"
+            f"the samples that had come in since the last snapshot, up to number {saved.samples} ({saved.last!r}), "
+            f"were read again, and {which} others or of other lengths"
         )
 
 

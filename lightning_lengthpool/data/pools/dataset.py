@@ -1,16 +1,16 @@
-"""The length pool as an energon wrapper: draws slots from the pool, forms batches, tells its place.
+"""The length pool as an energon wrapper: draws slots from the pool, forms batches, tells its iterator state.
 
-A batch is a SLOT: some places of the pool's order. The order advances by slots and never by samples, so that one rank's
-bad sample does not shift that rank against the others: a sample that fails after the pool leaves its slot smaller, and
-a slot that is empty, or whose collate fails, takes the samples nearest in cost instead.
+A batch is a SLOT of the pool's order. The order advances by slots and never by samples, so that one rank's bad sample
+does not shift that rank against the others: a sample that fails after the pool leaves its slot smaller, and a slot that
+is empty, or whose collate fails, takes the samples nearest in cost instead.
 
-The place in the stream travels beside each batch to the main process. So saving needs no word from a worker: it works
-before the first batch, after the last, and with workers that are gone.
+The iterator state travels beside each batch to the main process. So saving needs no word from a worker: it works before
+the first batch, after the last, and with workers that are gone.
 """
 
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.energon import SavableDataset, WorkerConfig
@@ -21,13 +21,39 @@ from megatron.energon.wrappers import PackingDataset, ShuffleBufferDataset
 from megatron.energon.wrappers.base import BaseWrapperDataset, SampleIndex
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from lightning_lengthpool.data.pools.arrivals import starve
-from lightning_lengthpool.data.pools.flush_pool import FlushPool
-from lightning_lengthpool.data.pools.pool import SNAPSHOT_SAMPLES, Entry, Pool
-from lightning_lengthpool.data.pools.stream_pool import StreamPool
+from lightning_lengthpool.data.pools.arrivals import Arrivals, ArrivalsState, starve
+from lightning_lengthpool.data.pools.flush_pool import FlushPool, FlushState
+from lightning_lengthpool.data.pools.plain_state import plain_state
+from lightning_lengthpool.data.pools.pool import SNAPSHOT_SAMPLES, Entry, Pool, Slot
+from lightning_lengthpool.data.pools.stream_pool import StreamPool, StreamState
 from lightning_lengthpool.data.reading.shards import parts_of, watch_sources
 from lightning_lengthpool.ordering.length import get_field
 from lightning_lengthpool.ordering.settings import PoolSettings
+
+
+@plain_state
+@dataclass(frozen=True)
+class WorkerState:
+    """One worker's iterator state.
+
+    Attributes:
+        pool: Its pool's.
+        slots: Batches handed out so far.
+        indices: How often each stage has run, by which energon seeds it.
+    """
+
+    pool: FlushState | StreamState
+    slots: int
+    indices: tuple[int, ...]
+
+    def without_snapshot(self) -> "WorkerState":
+        """What has changed since the snapshot; it goes with few batches, because it is large."""
+        return replace(self, pool=replace(self.pool, snapshot=None))
+
+    def with_snapshot_of(self, before: "WorkerState") -> "WorkerState":
+        """Undo `without_snapshot`, by the state of the batch before."""
+        snapshot: Any = before.pool.snapshot
+        return replace(self, pool=replace(self.pool, snapshot=snapshot))
 
 
 @dataclass
@@ -37,8 +63,7 @@ class PooledBatch:
     Attributes:
         batch: The user's batch.
         lengths: Tokens of each of its samples.
-        place: The stream's place after this batch, counted from a snapshot.
-        snapshot: That snapshot, if this is the first batch since it was taken; else it is that of the batch before.
+        state: The iterator state after this batch; without its snapshot if that is the one of the batch before.
         missed: Whether the batch is of another class than its slot is meant for on all ranks.
         warning: Something that the user should know, said in the main process.
     """
@@ -46,15 +71,14 @@ class PooledBatch:
     batch: Any
     lengths: tuple[float, ...]
     __key__: list[str]
-    place: dict[str, Any] = field(default_factory=dict)
-    snapshot: dict[str, Any] | None = None
+    state: WorkerState | None = None
     missed: bool = False
     warning: str | None = None
-    __restore_key__: tuple = field(default=())  # where energon's loader puts its own position
+    __restore_key__: tuple[Any, ...] = field(default=())  # where energon's loader puts its own position
 
     def pin_memory(self) -> "PooledBatch":
         """Pin the user's batch as torch's loader would have done without this wrapper (untested on a GPU)."""
-        self.batch = pin_memory(self.batch)
+        self.batch = pin_memory(self.batch)  # type: ignore[no-untyped-call]
         return self
 
 
@@ -75,8 +99,6 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
         worker_config: The rank and its workers.
     """
 
-    _indices = ("_postencode_index", "_batch_index", "_encode_batch_index")
-
     def __init__(
         self,
         dataset: SavableDataset,
@@ -95,16 +117,16 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
         self.batch = batch
         self.encode_batch = encode_batch
         self.postencode = postencode
-        pool = StreamPool if settings.is_stream else FlushPool
-        self.pool: Pool = pool(dataset, settings, failure_tolerance, snapshot_samples)
-        #: Places from which this rank's workers go on, by logical worker; to be set before iteration starts.
-        self.resume_from: dict[int, dict[str, Any]] = {}
+        #: Where this rank's workers go on, by logical worker; to be set before iteration starts.
+        self.resume_from: dict[int, WorkerState] = {}
         #: Whether what was left of the pool that was handed out cannot be re-read, and is lost.
         self.lose_pool = False
         #: Whether to refuse to go on with other samples than the uninterrupted run's; else there is a warning.
         self.is_exact = False
         self.failure_tolerance, self.skip_tolerance = failure_tolerance, skip_tolerance
-        watch_sources(dataset, self.pool.arrivals)
+        self.snapshot_samples = snapshot_samples
+        self._arrivals = Arrivals()
+        watch_sources(dataset, self._arrivals)
         self._errors = {
             stage: ErrorContext(
                 name=f"LengthPoolDataset.{stage}",
@@ -116,19 +138,21 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
         self.reset_state_own()
 
     def reset_state_own(self) -> None:
-        self.pool.reset()
+        self._arrivals.restore(ArrivalsState())
+        pool = StreamPool if self.settings.is_stream else FlushPool
+        self.pool: Pool[Any] = pool(
+            self.dataset, self.settings, self.failure_tolerance, self.snapshot_samples, self._arrivals
+        )
         self._slots = 0  # batches handed out so far
-        for name in self._indices:
-            setattr(self, name, SampleIndex(self.worker_config, src=self))
+        self._indices = tuple(SampleIndex(self.worker_config, src=self) for _ in range(3))
+        self._postencode_index, self._batch_index, self._encode_batch_index = self._indices
 
     def __iter__(self) -> Iterator[PooledBatch]:
         state = self.resume_from.pop(self.worker_config.rank_worker_id(), None)
+        self._arrivals.tolerance = self.skip_tolerance
+        self._arrivals.buffered = sum(map(_buffered, parts_of(self.dataset)))
         try:
-            if state is not None:
-                self.restore_state(state)
-            self.pool.arrivals.tolerance = self.skip_tolerance
-            self.pool.arrivals.buffered = sum(map(_buffered, parts_of(self.dataset)))
-            upstream, sent = self.pool.start(lose_pool=self.lose_pool), None
+            slots = self.pool.start() if state is None else self._go_on(state)
         except (AssertionError, AttributeError, IndexError, KeyError, TypeError) as error:
             if state is None:
                 raise
@@ -137,11 +161,14 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
                 f"state in the checkpoint cannot be restored ({error!r}): it is damaged, or energon reads another one "
                 "now. To let the data start from the beginning on purpose set 'resume: fresh'."
             ) from error
-        warning = self._check_replay()
-        while (batch := self._next_batch(upstream)) is not None:
-            batch.place = self._place()
-            if sent is not self.pool.snapshot:
-                batch.snapshot = sent = self.pool.snapshot
+        warning, sent = self._check_replay(), None
+        for slot in slots:
+            self._slots += 1
+            if (batch := self._make_batch(slot)) is None:
+                return
+            now = self.state()
+            batch.state = now.without_snapshot() if now.pool.snapshot is sent else now
+            sent = now.pool.snapshot
             if warning is None:
                 warning, self.pool.warning = self.pool.warning, None
             batch.warning, warning = warning, None
@@ -164,37 +191,33 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
             )
         return f"the data do not go on exactly; {what}. {why}"
 
-    def _next_batch(self, upstream: Iterator[Any]) -> PooledBatch | None:
-        """Hand out the next slot; None at the end of a finite stream."""
-        if (slot := self.pool.take_slot(upstream)) is None:
-            return None
-        self._slots += 1
+    def _make_batch(self, slot: Slot) -> PooledBatch | None:
+        """Make a slot's batch; None at the end of a finite stream."""
         taken, tried = slot, 0
         while (batch := self._form_batch(taken.entries)) is None:
             tried += len(taken.entries)
             if self.skip_tolerance and tried > self.skip_tolerance:
                 what = f"{tried} samples in a row left the pool and none made a batch"
                 starve(self.worker_config, what, self.skip_tolerance)
-            taken = self.pool.take_nearest(upstream, slot)
+            taken = self.pool.take_nearest(slot)
             if not taken.entries:
                 return None
         batch.missed = taken.missed
         return batch
 
-    def _place(self) -> dict[str, Any]:
-        indices = [getattr(self, name).save_state() for name in self._indices]
-        return {"pool": self.pool.place(), "slots": self._slots, "indices": indices}
+    def state(self) -> WorkerState:
+        """The iterator state after the last batch."""
+        return WorkerState(self.pool.state(), self._slots, tuple(index.save_state() for index in self._indices))
+
+    def _go_on(self, state: WorkerState) -> Iterator[Slot]:
+        self._slots = state.slots
+        for index, saved in zip(self._indices, state.indices, strict=True):
+            index.restore_state(saved)
+        return self.pool.start(state.pool, lose=self.lose_pool)
 
     def save_state(self) -> FlexState:
-        return FlexState(__class__=type(self).__name__, snapshot=self.pool.snapshot, place=self._place())
-
-    def restore_state(self, state: dict[str, Any]) -> None:
-        """Go on from a place; the samples that the pool held are re-read when iteration starts."""
-        place = state["place"]
-        self.pool.restore(state["snapshot"], place["pool"])
-        self._slots = place["slots"]
-        for name, index in zip(self._indices, place["indices"], strict=True):
-            getattr(self, name).restore_state(index)
+        """Nothing: energon asks for it, but the state travels with the batches."""
+        return FlexState(__class__=type(self).__name__)
 
     def _form_batch(self, slot: Sequence[Entry]) -> PooledBatch | None:
         """Post-encode and collate a slot's samples; None if none is left or the collate failed."""
@@ -235,21 +258,11 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
         return False  # a batch is restored through the pool's state, not by a key of its own
 
     def config(self) -> dict[str, Any]:
-        functions = {
-            "length_fn": self.settings.length_fn,
-            "class_fn": self.settings.class_fn,
-            "batch": self.batch,
-        }
+        settings = self.settings
+        functions = {"length_fn": settings.length_fn, "class_fn": settings.class_fn, "batch": self.batch}
         return {
             "type": type(self).__qualname__,
-            "batch_size": self.settings.batch_size,
-            "pool_size": self.settings.pool_size,
-            "policy": self.settings.policy,
-            "seed": self.settings.seed,
-            "cost": None if self.settings.cost is None else self.settings.cost.fingerprint(),
-            "max_tokens": self.settings.max_tokens,
-            "over_budget": self.settings.over_budget,
-            "class_shares": self.settings.class_shares,
+            **settings.identity(),
             **{name: None if fn is None else self._function_config(fn) for name, fn in functions.items()},
             "worker_config": self.worker_config.config(),
             "dataset": self.dataset.config(),

@@ -1,45 +1,61 @@
-"""The saved place of a data stream as plain containers, so that a checkpoint loads with `weights_only=True`.
+"""Iterator states as plain containers, so that a checkpoint loads with `weights_only=True`.
 
-energon's datasets save nested dicts with a few objects of their own between. Here they become dicts, lists, tuples,
-strings, bytes and numbers, and come back from them; nothing else is accepted, in either direction, so a checkpoint that
-somebody else has written can do no more than name a place in the data.
+energon's datasets save nested dicts with a few objects of their own between, and our states are dataclasses. Here they
+become dicts, lists, tuples, strings, bytes and numbers, and come back from them; nothing else is accepted, in either
+direction, so a checkpoint that somebody else has written can do no more than name a position in the data.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron.energon.flavors.webdataset.sample_loader import SliceState
 from megatron.energon.state import FlexState
 
-_OBJECTS = {cls.__name__: cls for cls in (SliceState,)}
-_OBJECT = "__object__"  # the key under which a dict tells which of these it was
+ClassT = TypeVar("ClassT", bound=type)
+
+_OBJECT = "__object__"  # the key under which a dict tells which dataclass it was
+_OBJECTS: dict[str, type] = {SliceState.__name__: SliceState}
 
 
-def to_plain(value: Any) -> Any:
-    """Return a copy of a state in plain containers.
+def plain_state(cls: ClassT) -> ClassT:
+    """Decorate a dataclass, whose objects then have a plain form."""
+    _OBJECTS[cls.__name__] = cls
+    return cls
+
+
+def to_plain(value: Any, known: dict[int, Any] | None = None) -> Any:
+    """Return a copy of a state in plain containers; what several of its parts share is copied once.
+
+    Args:
+        value: The state.
+        known: Plain forms of objects by their `id`, while these live.
 
     Raises:
         TypeError: If there is something in it that has no plain form; the message names its type.
     """
+    known = {} if known is None else known
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
     if isinstance(value, dict):
-        return {key: to_plain(item) for key, item in value.items()}
+        return {key: to_plain(item, known) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(to_plain(item) for item in value)
+        return type(value)(to_plain(item, known) for item in value)
     if type(value) in _OBJECTS.values():
-        fields = {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        return {_OBJECT: type(value).__name__, **fields}
+        if id(value) not in known:
+            fields = {field.name: to_plain(getattr(value, field.name), known) for field in dataclasses.fields(value)}
+            known[id(value)] = {_OBJECT: type(value).__name__, **fields}
+        return known[id(value)]
     raise TypeError(
         f"a data set's state holds a {type(value).__module__}.{type(value).__name__}, which cannot be saved"
     )
 
 
 def from_plain(value: Any) -> Any:
-    """Return a copy of a plain state in the form in which energon's datasets restore it.
+    """Return a copy of a plain state with its objects, in the form in which energon's datasets restore theirs.
 
     Raises:
-        ValueError: If it names an object that no data set's state holds.
+        ValueError: If it names an object that no state holds.
+        TypeError: If an object lacks a field, or has one too many.
     """
     if isinstance(value, dict):
         fields = {key: from_plain(item) for key, item in value.items() if key != _OBJECT}
@@ -50,4 +66,4 @@ def from_plain(value: Any) -> Any:
         return _OBJECTS[value[_OBJECT]](**fields)
     if isinstance(value, (list, tuple)):
         return type(value)(from_plain(item) for item in value)
-    return value
+    return dataclasses.replace(value) if type(value) in _OBJECTS.values() else value

@@ -1,14 +1,15 @@
-"""The one interface of `flush_pool` and `stream_pool`, and what they hand out."""
+"""What the two pools have in common: their interface, what they hand out, and how they start."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from megatron.energon import SavableDataset
-from megatron.energon.wrappers.base import BaseWrapperDataset
 
-if TYPE_CHECKING:
-    from lightning_lengthpool.data.pools.arrivals import Arrivals
-
+from lightning_lengthpool.data.pools.arrivals import Arrivals, ArrivalsState, Replay
+from lightning_lengthpool.data.pools.measure import Measurer
+from lightning_lengthpool.data.pools.plain_state import from_plain, to_plain
+from lightning_lengthpool.ordering.settings import PoolSettings
 
 SNAPSHOT_SAMPLES = 1000
 """Samples between two snapshots of a pool, if it is smaller: without a pool each sample would take one."""
@@ -28,7 +29,7 @@ class Slot(NamedTuple):
         entries: The samples that are there.
         costs: The costs that belong there: also of samples that have left out of their turn.
         kind: The samples' class, None without classes.
-        meant: The class that the slot is meant for on all ranks, see `stream.Block`.
+        meant: The class that the slot is meant for on all ranks, see `sorted_pool.Block`.
     """
 
     entries: list[Entry]
@@ -42,47 +43,104 @@ class Slot(NamedTuple):
         return self.kind != self.meant
 
 
-class Pool(Protocol):
-    """One worker's pool: samples come in, and leave by slots.
+class Snapshot(Protocol):
+    """What a pool held at some moment, with energon's state of the data then, plain; never changed."""
+
+    @property
+    def data(self) -> Any: ...
+
+    @property
+    def error(self) -> str | None: ...
+
+
+class PoolState(Protocol):
+    """A pool's iterator state: a snapshot, None before the first, and what has changed since, a few numbers."""
+
+    @property
+    def snapshot(self) -> Any: ...
+
+    @property
+    def arrivals(self) -> ArrivalsState: ...
+
+    @property
+    def dropped(self) -> int: ...
+
+
+StateT = TypeVar("StateT", bound=PoolState)
+
+
+class Pool(ABC, Generic[StateT]):
+    """One worker's pool over a stream of encoded samples: samples come in, and leave by slots.
+
+    Args:
+        dataset: The stream; `restore_sample` re-reads one of its samples by key.
+        settings: The pool.
+        failure_tolerance: See `measure.Measurer`.
+        snapshot_samples: Samples that come in at least between two snapshots.
+        arrivals: Counts what comes in; None for a new one.
 
     Attributes:
-        snapshot: The last one, plain, None before the first; never changed in place.
         warning: Something that the user should know; whoever passes it on sets it to None.
-        arrivals: What has come in.
         differences: What `start` has found to be otherwise than it was saved, a sentence each.
     """
 
-    snapshot: dict[str, Any] | None
-    warning: str | None
-    arrivals: "Arrivals"
-    differences: list[str]
+    def __init__(
+        self,
+        dataset: SavableDataset,
+        settings: PoolSettings,
+        failure_tolerance: int | None = 100,
+        snapshot_samples: int = SNAPSHOT_SAMPLES,
+        arrivals: Arrivals | None = None,
+    ) -> None:
+        self.dataset, self.settings = dataset, settings
+        self.arrivals = arrivals or Arrivals()
+        self.warning: str | None = None
+        self.differences: list[str] = []
+        self._snapshot_samples = snapshot_samples
+        self._measure = Measurer(settings, dataset.worker_config, failure_tolerance)
+        self._upstream: Iterator[Any] = iter(())
 
-    def reset(self) -> None:
-        """Forget everything; the dataset is left as it is."""
-
-    def start(self, *, lose_pool: bool = False) -> Iterator[Any]:
-        """Start to read the data, after a `restore` with the samples brought back that were held.
+    def start(self, state: StateT | None = None, *, lose: bool = False) -> Iterator[Slot]:
+        """Start to read the data; with a state, bring back what a new pool would have held then.
 
         Args:
-            lose_pool: Go on without the samples that would have to be re-read by their keys.
+            state: Where to go on; None for the beginning.
+            lose: Go on without the samples that would have to be re-read by their keys.
 
         Returns:
-            The upstream for the other methods.
+            The slots, up to the end of a finite stream.
         """
+        if state is None or state.snapshot is None:
+            self._upstream = iter(self.dataset)
+            return iter(self._take_slot, None)
+        self.dataset.restore_state(from_plain(state.snapshot.data))
+        self.arrivals.restore(state.snapshot.arrivals)
+        replay = Replay(self.dataset, self.settings)
+        self._go_on(state, None if lose else replay)
+        if not lose:
+            replay.compare(self.arrivals.state(), state.arrivals)
+        self.differences = replay.differences
+        return iter(self._take_slot, None)
 
-    def take_slot(self, upstream: Iterator[Any]) -> Slot | None:
-        """Hand out the next slot; None at the end of a finite stream."""
+    @abstractmethod
+    def state(self) -> StateT:
+        """The iterator state after the last slot."""
 
-    def take_nearest(self, upstream: Iterator[Any], slot: Slot) -> Slot:
+    @abstractmethod
+    def take_nearest(self, slot: Slot) -> Slot:
         """Return the slot with other samples, as near as there are to its costs; none only if there are no more."""
 
-    def place(self) -> dict[str, Any]:
-        """What has changed since the snapshot, plain."""
+    @abstractmethod
+    def _go_on(self, state: StateT, replay: Replay | None) -> None:
+        """Become what the pool was, and open the upstream; without a `replay` no sample is re-read by its key."""
 
-    def restore(self, snapshot: dict[str, Any] | None, place: dict[str, Any]) -> None:
-        """Go on from a place; the samples are re-read by `start`. Without a snapshot that is the beginning."""
+    @abstractmethod
+    def _take_slot(self) -> Slot | None:
+        """Hand out the next slot; None at the end of a finite stream."""
 
-
-def rewind(dataset: SavableDataset) -> None:
-    """Let a stream begin anew."""
-    dataset.reset_state_deep() if isinstance(dataset, BaseWrapperDataset) else dataset.reset_state_own()
+    def _saved(self, keys: list[Any]) -> dict[str, Any]:
+        """Fields of a snapshot: the keys and energon's state of the data, or why they cannot be saved."""
+        try:
+            return {"keys": to_plain(keys), "data": to_plain(self.dataset.save_state())}
+        except TypeError as error:
+            return {"keys": [], "data": None, "error": str(error)}

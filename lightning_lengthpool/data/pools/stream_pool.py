@@ -1,26 +1,77 @@
 """The pool of policy `stream`: as many samples come in as leave, and each slot takes a block of what is there.
 
-A place is saved as a snapshot (keys and costs of the samples held then, the last costs, the state of the data) and how
-many slots have left since. Which samples a slot takes depends on costs, seed, worker and slot number only, so restoring
-REPLAYS the slots on the snapshot's costs, reading again what had come in since; only of the samples that are still held
-then the content is re-read by key.
+The iterator state is a snapshot (keys and costs of the samples held then, the last costs, the state of the data) and
+how many slots have left since. Which samples a slot takes depends on costs, seed, worker and slot number only, so to go
+on the slots are REPLAYED on the snapshot's costs, reading again what had come in since; only of the samples that are
+still held then the content is re-read by key.
 """
 
 from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron.energon import SavableDataset
 from megatron.energon.wrappers.base import get_sample_restore_key
 
-from lightning_lengthpool.data.pools.arrivals import Arrivals, Replay
-from lightning_lengthpool.data.pools.measure import Measured, Measurer
-from lightning_lengthpool.data.pools.plain_state import from_plain, to_plain
-from lightning_lengthpool.data.pools.pool import SNAPSHOT_SAMPLES, Entry, Slot, rewind
+from lightning_lengthpool.data.pools.arrivals import ArrivalsState, Replay
+from lightning_lengthpool.data.pools.measure import Measured
+from lightning_lengthpool.data.pools.plain_state import from_plain, plain_state
+from lightning_lengthpool.data.pools.pool import Entry, Pool, Slot
 from lightning_lengthpool.ordering.length import get_field
-from lightning_lengthpool.ordering.settings import PoolSettings
 from lightning_lengthpool.ordering.sorted_pool import Block, SortedPool
 
 _TOO_MANY = 1000  # samples in a row that are left out: an endless stream of them would be read for ever
+
+
+@plain_state
+@dataclass(frozen=True)
+class StreamSnapshot:
+    """What a stream pool held at some moment.
+
+    Attributes:
+        slots: Handed out by then.
+        worker: Whose draws these were.
+        costs: Of the samples, by class and in order.
+        classes: Of the same; None without classes.
+        history: What the sorted pool remembers: `(class, costs, how many of the last it does not aim at yet)`.
+        dropped: Samples that were left out.
+        arrivals: What had come in.
+        keys: Of the samples.
+        data: energon's state of the data, plain.
+        error: Why there are none; None if there are.
+    """
+
+    slots: int
+    worker: int
+    costs: list[float]
+    classes: list[Hashable] | None
+    history: list[tuple[Hashable, list[float], int]]
+    dropped: int
+    arrivals: ArrivalsState
+    keys: list[Any]
+    data: Any
+    error: str | None = None
+
+
+@plain_state
+@dataclass(frozen=True)
+class StreamState:
+    """A stream pool's iterator state: a snapshot, and what has changed since.
+
+    Attributes:
+        snapshot: None before the first batch.
+        slots: Handed out since the snapshot.
+        again: Which of these took other samples, and how often: `(slot, times)`.
+        failed: Which of the samples that came in since could not be measured.
+        dropped: Samples that were left out so far, since the beginning.
+        arrivals: What has come in.
+    """
+
+    snapshot: StreamSnapshot | None
+    slots: int
+    again: tuple[tuple[int, int], ...]
+    failed: tuple[int, ...]
+    dropped: int
+    arrivals: ArrivalsState
 
 
 class _Held(NamedTuple):
@@ -29,61 +80,45 @@ class _Held(NamedTuple):
     length: float
 
 
-class StreamPool:
-    """The pool over one worker's stream of encoded samples; see `pool.Pool` for the methods that it shares.
+class StreamPool(Pool[StreamState]):
+    """Stays full, and each slot takes a block of it; see `pool.Pool`."""
 
-    Args:
-        dataset: The stream; `restore_sample` re-reads one of its samples by key.
-        settings: The pool.
-        failure_tolerance: See `measure.Measurer`.
-        snapshot_samples: Samples that come in at least between two snapshots.
-    """
-
-    def __init__(
-        self,
-        dataset: SavableDataset,
-        settings: PoolSettings,
-        failure_tolerance: int | None = 100,
-        snapshot_samples: int = SNAPSHOT_SAMPLES,
-    ) -> None:
-        self.dataset = dataset
-        self.settings, self._snapshot_samples = settings, snapshot_samples
-        self._measure = Measurer(settings, dataset.worker_config, failure_tolerance)
-        self._warned = False
-        self.arrivals = Arrivals()
-        self.reset()
-
-    def reset(self) -> None:
-        self.arrivals.reset()
-        self.differences: list[str] = []
-        self._sorted = SortedPool(self.settings)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sorted = SortedPool(self.settings, 0)
         self._held: dict[int, _Held] = {}
         self._next_number = 0
         self._slots = 0
+        self._snapshot: StreamSnapshot | None = None
         self._arrived = 0  # samples that have come in since the snapshot
         self._failed: set[int] = set()  # which of these could not be measured
         self._again: dict[int, int] = {}  # slot since the snapshot -> how often it took other samples
         self._ended = False
-        self.snapshot: dict[str, Any] | None = None
         self._dropped = self._dropped_in_a_row = 0
-        self.warning: str | None = None
-        self._pending: dict[str, Any] | None = None  # a place that is to be restored
+        self._warned = False
+
+    def start(self, state: StreamState | None = None, *, lose: bool = False) -> Iterator[Slot]:
+        slots = super().start(state, lose=lose)
+        worker = self.dataset.worker_config.rank_worker_id()
+        if self._sorted.worker != worker:  # at the beginning, or in a run of another shape
+            self._sorted.worker, self._arrived = worker, self._snapshot_every
+        return slots
 
     # ---- handing out
 
-    def take_slot(self, upstream: Iterator[Any]) -> Slot | None:
-        self._fill(upstream)
-        if self.snapshot is None or self._arrived >= max(self.settings.capacity, self._snapshot_samples):
+    def _take_slot(self) -> Slot | None:
+        self._fill()
+        if self._snapshot is None or self._arrived >= self._snapshot_every:
             self._take_snapshot()
         if not len(self._sorted):
             return None
         block = self._take()
         return Slot(self._entries(block.numbers), block.costs, block.kind, block.meant)
 
-    def take_nearest(self, upstream: Iterator[Any], slot: Slot) -> Slot:
+    def take_nearest(self, slot: Slot) -> Slot:
         last = self._slots - 1
         self._again[last] = self._again.get(last, 0) + 1
-        numbers, kind = self._take_nearest(upstream, slot.costs, slot.kind)
+        numbers, kind = self._take_numbers(slot.costs, slot.kind)
         return slot._replace(entries=self._entries(numbers), kind=kind)
 
     def _take(self) -> Block:
@@ -91,19 +126,19 @@ class StreamPool:
         self._slots += 1
         return block
 
-    def _take_nearest(self, upstream: Iterator[Any], costs: list[float], kind: Hashable) -> tuple[list[int], Hashable]:
+    def _take_numbers(self, costs: list[float], kind: Hashable) -> tuple[list[int], Hashable]:
         if not len(self._sorted):
-            self._fill(upstream)
+            self._fill()
         return self._sorted.take_nearest(costs, kind)
 
     def _entries(self, numbers: list[int]) -> list[Entry]:
         held = [self._held.pop(number) for number in numbers]
         return [Entry(one.sample, one.length) for one in held]
 
-    def _fill(self, upstream: Iterator[Any]) -> None:
+    def _fill(self) -> None:
         while len(self._sorted) < self.settings.capacity and not self._ended:
             try:
-                sample = next(upstream)
+                sample = next(self._upstream)
             except StopIteration:
                 self._ended = True
                 return
@@ -157,97 +192,81 @@ class StreamPool:
                 "let class_fn name another class."
             )
 
-    # ---- saving and restoring
+    # ---- saving and going on
+
+    @property
+    def _snapshot_every(self) -> int:
+        """Samples that come in between two snapshots."""
+        return max(self.settings.capacity, self._snapshot_samples)
 
     def _take_snapshot(self) -> None:
         items = list(self._sorted.items())
         self._arrived, self._failed, self._again = 0, set(), {}
-        snapshot: dict[str, Any] = {
-            "slots": self._slots,
-            "worker": self._sorted.worker,
-            "dropped": self._dropped,
-            "keys": [self._held[number].key for number, _, _ in items],
-            "costs": [float(cost) for _, cost, _ in items],
-            "classes": None if self.settings.class_fn is None else [kind for _, _, kind in items],
-            "arrivals": self.arrivals.state(),
-            "history": [(kind, recent, since) for kind, (recent, since) in self._sorted.history().items()],
-        }
-        try:
-            self.snapshot = to_plain(snapshot | {"data": self.dataset.save_state()})
-        except TypeError as error:
-            self.snapshot = {"slots": self._slots, "costs": snapshot["costs"], "error": str(error)}
+        self._snapshot = StreamSnapshot(
+            slots=self._slots,
+            worker=self._sorted.worker,
+            costs=[float(cost) for _, cost, _ in items],
+            classes=None if self.settings.class_fn is None else [kind for _, _, kind in items],
+            history=[(kind, recent, since) for kind, (recent, since) in self._sorted.history().items()],
+            dropped=self._dropped,
+            arrivals=self.arrivals.state(),
+            **self._saved([self._held[number].key for number, _, _ in items]),
+        )
         self._check_drift()
 
-    def place(self) -> dict[str, Any]:
-        slots = self._slots - self.snapshot["slots"] if self.snapshot else 0
-        changes = {"slots": slots, "again": dict(self._again), "failed": sorted(self._failed), "dropped": self._dropped}
-        return changes | {"arrivals": self.arrivals.state()}
+    def state(self) -> StreamState:
+        return StreamState(
+            snapshot=self._snapshot,
+            slots=self._slots - self._snapshot.slots if self._snapshot else 0,
+            again=tuple(self._again.items()),
+            failed=tuple(sorted(self._failed)),
+            dropped=self._dropped,
+            arrivals=self.arrivals.state(),
+        )
 
-    def restore(self, snapshot: dict[str, Any] | None, place: dict[str, Any]) -> None:
-        self.reset()
-        if snapshot is None:
-            rewind(self.dataset)
-            return
-        self.snapshot, self._pending = to_plain(snapshot), dict(place)
-        self.dataset.restore_state(from_plain(snapshot["data"]))
+    def _go_on(self, state: StreamState, replay: Replay | None) -> None:
+        self._upstream = iter(self.dataset)
+        self._replay_slots(state)
+        if self._read_by_keys(replay):
+            self._arrived = self._snapshot_every  # what follows is no replay: a new snapshot is due
 
-    def start(self, *, lose_pool: bool = False) -> Iterator[Any]:
-        worker = self.dataset.worker_config.rank_worker_id()
-        if self._pending is None:
-            self._sorted.worker = worker
-            return iter(self.dataset)
-        place, self._pending = self._pending, None
-        upstream, replay = iter(self.dataset), Replay(self.dataset, self.settings)
-        self._replay(upstream, place)
-        if not lose_pool:
-            replay.compare(self.arrivals, place["arrivals"])
-        lost = self._read_again(None if lose_pool else replay)
-        self.differences = replay.differences
-        if lost or worker != self._sorted.worker:  # in a run of another shape
-            self._sorted.worker = worker
-            self._arrived = max(
-                self.settings.capacity, self._snapshot_samples
-            )  # what follows is no replay: a new snapshot is due
-        return upstream
-
-    def _replay(self, upstream: Iterator[Any], place: dict[str, Any]) -> None:
+    def _replay_slots(self, state: StreamState) -> None:
         """Take the slots since the snapshot once more, to know what is held after them."""
-        assert self.snapshot is not None
-        snapshot = self.snapshot
-        self._slots, self._dropped, self._again = snapshot["slots"], snapshot["dropped"], dict(place["again"])
-        self._failed = set(place["failed"])
-        self.arrivals.restore(snapshot["arrivals"])
-        self._sorted = SortedPool(self.settings, snapshot["worker"])
-        classes = snapshot["classes"] or [None] * len(snapshot["keys"])
-        self._held = {number: _Held(None, key, 0.0) for number, key in enumerate(from_plain(snapshot["keys"]))}
+        snapshot = state.snapshot
+        assert snapshot is not None
+        self._snapshot, self._slots, self._dropped = snapshot, snapshot.slots, snapshot.dropped
+        self._again, self._failed = dict(state.again), set(state.failed)
+        self._held = {number: _Held(None, key, 0.0) for number, key in enumerate(from_plain(snapshot.keys))}
         self._next_number = len(self._held)
-        items = zip(self._held, snapshot["costs"], classes, strict=True)
-        self._sorted.restore(items, {kind: (recent, since) for kind, recent, since in snapshot["history"]})
-        for _ in range(place["slots"]):
-            self._fill(upstream)
+        self._sorted = SortedPool(self.settings, snapshot.worker)
+        classes = snapshot.classes or [None] * len(snapshot.keys)
+        self._sorted.restore(
+            zip(self._held, snapshot.costs, classes, strict=True),
+            {kind: (recent, since) for kind, recent, since in snapshot.history},
+        )
+        for _ in range(state.slots):
+            self._fill()
             block = self._take()
-            numbers = list(block.numbers)
+            left = list(block.numbers)
             for _ in range(self._again.get(self._slots - 1, 0)):
-                numbers += self._take_nearest(upstream, block.costs, block.kind)[0]
-            for number in numbers:
+                left += self._take_numbers(block.costs, block.kind)[0]
+            for number in left:
                 del self._held[number]
 
-    def _read_again(self, replay: Replay | None) -> bool:
+    def _read_by_keys(self, replay: Replay | None) -> bool:
         """Re-read the snapshot's samples that are still held, or lose them; returns whether some are lost."""
         costs = {number: cost for number, cost, _ in self._sorted.items()}
-        lost = []
+        kept: dict[int, _Held] = {}
         for number, held in self._held.items():
-            if held.sample is None:
-                if replay is None or (again := replay.sample(held.key, costs[number])) is None:
-                    lost.append(number)
-                else:
-                    self._held[number] = _Held(again[0], held.key, again[1].length)
-        if lost:
+            if held.sample is not None:
+                kept[number] = held
+            elif replay is not None and (again := replay.sample(held.key, costs[number])) is not None:
+                kept[number] = _Held(again[0], held.key, again[1].length)
+        is_lost, self._held = len(kept) < len(self._held), kept
+        if is_lost:
             before, self._sorted = self._sorted, SortedPool(self.settings, self._sorted.worker)
-            for number in lost:
-                del self._held[number]
-            self._sorted.restore((item for item in before.items() if item[0] in self._held), before.history())
-        return bool(lost)
+            self._sorted.restore((item for item in before.items() if item[0] in kept), before.history())
+        return is_lost
 
     def _check_drift(self) -> None:
         """Warn once if the samples held are not those that the reference says."""

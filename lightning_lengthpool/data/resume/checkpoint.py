@@ -5,14 +5,17 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning_lengthpool.data.pools.dataset import WorkerState
+from lightning_lengthpool.data.pools.plain_state import from_plain
 from lightning_lengthpool.data.reading.data_identity import check_same_data
+from lightning_lengthpool.data.train_loader import RankState
 
-VERSION = 2
+VERSION = 3
 
 FRESH = "To let the data start from the beginning on purpose set 'resume: fresh'."
 
-# What a state looks like: a type, a dict of what its keys hold, or a list of what each item is.
-_WORKER = {"snapshot": (dict, None), "place": {"pool": dict, "slots": int, "indices": [int]}}
+# What a checkpoint looks like: a type, a dict of what its keys hold, or a list of what each item is.
+_WORKER = {"pool": dict, "slots": int, "indices": [int]}
 _RANK = {"workers": [(_WORKER, None)], "batches": int, "position": int}
 _SAVED = {"version": int, "settings": dict, "batches": int, "ranks": [_RANK]}
 _SHAPE = {"ranks": int, "num_workers": int}
@@ -33,7 +36,7 @@ def join(settings: Mapping[str, Any], batches: int, ranks: Sequence[Any]) -> dic
     Args:
         settings: What the states depend on.
         batches: How many batches each rank has trained on.
-        ranks: The states after these, by data rank; None for a rank whose state is not known.
+        ranks: The states after these, by data rank, plain; None for a rank whose state is not known.
     """
     missing = [rank for rank, state in enumerate(ranks) if state is None]
     if missing:
@@ -42,9 +45,8 @@ def join(settings: Mapping[str, Any], batches: int, ranks: Sequence[Any]) -> dic
             "it starts the data from the beginning. The model's state is complete.",
             stacklevel=2,
         )
-    problems = {
-        (worker["snapshot"] or {}).get("error") for rank in ranks if rank for worker in rank["workers"] if worker
-    }
+    workers = [worker for rank in ranks if rank is not None for worker in rank["workers"] if worker is not None]
+    problems = {(worker["pool"]["snapshot"] or {}).get("error") for worker in workers}
     if problems := problems - {None}:
         warnings.warn(
             f"the checkpoint lacks the data state ({'; '.join(sorted(problems))}): a run that resumes from it starts "
@@ -55,11 +57,11 @@ def join(settings: Mapping[str, Any], batches: int, ranks: Sequence[Any]) -> dic
     return {"version": VERSION, "settings": dict(settings), "batches": batches, "ranks": states}
 
 
-def choose(offers: Mapping[int, Sequence[Mapping[str, Any]]], wanted: int, ranks: int) -> tuple[int, list[Any]]:
+def choose(offers: Mapping[int, Mapping[int, Any]], wanted: int, ranks: int) -> tuple[int, list[Any]]:
     """Choose one state of each rank, all of them after the same batch.
 
     Args:
-        offers: By data rank the states after its last batches.
+        offers: By data rank and number of batches the states after its last batches.
         wanted: The number of batches that the model was trained on.
         ranks: Number of data ranks.
 
@@ -67,7 +69,7 @@ def choose(offers: Mapping[int, Sequence[Mapping[str, Any]]], wanted: int, ranks
         A number of batches, and the states after these by data rank, None for a rank that offers none. If not all
         offer the wanted one it is, with a warning, the largest that all of them do.
     """
-    by_rank = [{state["batches"]: state for state in offers.get(rank, ())} for rank in range(ranks)]
+    by_rank = [offers.get(rank, {}) for rank in range(ranks)]
     common = set.intersection(*(set(own) for own in by_rank))
     batches = wanted if wanted in common or not common else max(common)
     if batches != wanted:
@@ -134,7 +136,7 @@ def _fault(value: Any, form: Any, name: str) -> str | None:
 
 def split(
     saved: Mapping[str, Any], settings: Mapping[str, Any], rank: int, *, accumulated: int = 1
-) -> dict[str, Any] | None:
+) -> RankState | None:
     """Find a rank's state in a checkpoint, also of another shape with the same number of workers in all.
 
     Args:
@@ -166,7 +168,7 @@ def split(
             f"{before['ranks'] * old}: set num_workers accordingly. {FRESH}"
         )
     if old == new:
-        return dict(saved["ranks"][rank])
+        return _rank_state(saved["ranks"][rank], rank)
     batches = saved["batches"]
     if batches % old:
         every = math.lcm(old, accumulated) // accumulated
@@ -176,12 +178,26 @@ def split(
             f"counts. With other numbers of ranks and workers the data can go on from a checkpoint of step {step}, and "
             f"of every {every} steps; from this one with num_workers {before['num_workers']}. {FRESH}"
         )
-    workers = [worker for state in saved["ranks"] for worker in state["workers"]]
-    return {
-        "workers": workers[rank * new : (rank + 1) * new],
-        "batches": batches * new // old,
-        "position": saved["ranks"][0]["position"] * new // old,
-    }
+    workers = [worker for number, state in enumerate(saved["ranks"]) for worker in _rank_state(state, number).workers]
+    position = saved["ranks"][0]["position"]
+    return RankState(tuple(workers[rank * new : (rank + 1) * new]), batches * new // old, position * new // old)
+
+
+def _rank_state(saved: Mapping[str, Any], rank: int) -> RankState:
+    """A rank's state out of its plain form."""
+    workers = []
+    for number, worker in enumerate(saved["workers"]):
+        try:
+            state = from_plain(worker)
+            if state is not None and not isinstance(state, WorkerState):
+                raise TypeError(f"it is a {type(state).__name__}")
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"rank {rank}, worker {number}: its part of the data state in the checkpoint cannot be restored "
+                f"({error}): it is damaged. {FRESH}"
+            ) from error
+        workers.append(state)
+    return RankState(tuple(workers), saved["batches"], saved["position"])
 
 
 def check_settings_fit(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

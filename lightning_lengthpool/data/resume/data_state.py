@@ -6,9 +6,10 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_lengthpool.data.train_loader import State, TrainLoader, count_dropped
+from lightning_lengthpool.data.pools.plain_state import to_plain
 from lightning_lengthpool.data.resume import checkpoint
 from lightning_lengthpool.data.resume.signal_guard import SignalGuard
+from lightning_lengthpool.data.train_loader import RankState, TrainLoader
 from lightning_lengthpool.ranks.data_rank import Agreement, DataRank
 from lightning_lengthpool.ranks.store import LAST, Offers, is_distributed, is_rank_zero, patience
 
@@ -16,7 +17,7 @@ STATES = "states"
 
 
 class DataState:
-    """One rank's state, while there is a loader and while there is none.
+    """One rank's iterator state, while there is a loader and while there is none.
 
     `own` is None at the beginning of the data.
     """
@@ -26,25 +27,25 @@ class DataState:
         self.handed: Mapping[str, Any] | None = None  # what a trainer's copies of the module have left, to be loaded
         self.is_loaded = False  # from a checkpoint, and nothing was handed out since
         self.settings: dict[str, Any] = {}  # those under which the state is one
-        self._recent: tuple[State, ...] = ()  # without a loader: states after the last batches, to go on from the last
-        self._asked: tuple[State, ...] = ()  # at the last calls of `save`
+        self._recent: tuple[RankState, ...] = ()  # without a loader: after the last batches, to go on from the last
+        self._asked: tuple[RankState, ...] = ()  # at the last calls of `save`
         self._whole: Mapping[str, Any] | None = None  # on the writer what a checkpoint held or would hold, ...
-        self._whole_own: State | None = None  # ... as long as this is this rank's state
+        self._whole_own: RankState | None = None  # ... as long as this is this rank's state
         self._offers: Offers | None = None
         self._guard: SignalGuard | None = None
         self._rank = 0
 
     @property
-    def own(self) -> State | None:
+    def own(self) -> RankState | None:
         """The state after the last batch that was trained on; None at the beginning."""
         state = self.loader.state() if self.loader is not None else next(reversed(self._recent), None)
-        return state if state is not None and state["batches"] else None
+        return state if state is not None and state.batches else None
 
     @property
     def dropped(self) -> int:
         """Samples of this rank that were left out so far, for they cost more than max_tokens."""
         own = self.own
-        return 0 if own is None else count_dropped(own["workers"])
+        return 0 if own is None else own.dropped
 
     # ---- loaders
 
@@ -98,9 +99,9 @@ class DataState:
             ValueError: If some rank cannot; on all ranks alike.
         """
         own = self.own
-        batches = 0 if own is None else own["batches"]
+        batches = 0 if own is None else own.batches
         first = -int(agreement.max(-batches))
-        found = [state for state in self._recent if state["batches"] == first]
+        found = [state for state in self._recent if state.batches == first]
         if agreement.ranks_with(bool(first and not found)) or (not first and agreement.ranks_with(bool(batches))):
             raise ValueError(
                 f"the ranks stand at different batches in the data (this one at {batches}, another at {first}): they "
@@ -138,20 +139,21 @@ class DataState:
             offers.await_last(patience())
         self._offers = self._guard = None
 
-    def _collect(self, own: State, data_rank: DataRank) -> dict[str, Any]:
+    def _collect(self, own: RankState, data_rank: DataRank) -> dict[str, Any]:
         self._whole = self._whole_own = None  # all ranks' states: they may take much memory
-        offers: dict[int, list[State]] = {data_rank.rank: [*self._recent_states(), own]}
-        for answer in self._answers(own["batches"]):
-            offers.setdefault(answer["rank"], []).extend(answer["states"])
-        batches, states = checkpoint.choose(offers, own["batches"], data_rank.world_size)
-        return checkpoint.join(self.settings, batches, states)
+        states = {state.batches: state for state in (*self._recent_states(), own)}
+        offers: dict[int, dict[int, Any]] = {data_rank.rank: to_plain(states)}
+        for answer in self._answers(own.batches):  # several processes may share a data rank
+            offers.setdefault(answer["rank"], {}).update(answer["states"])
+        batches, chosen = checkpoint.choose(offers, own.batches, data_rank.world_size)
+        return checkpoint.join(self.settings, batches, chosen)
 
     def _answers(self, batches: int) -> list[Any]:
         """What the other ranks offer; a rank that has not come so far yet is given time."""
         deadline = time.monotonic() + patience()
         while self._offers is not None:
             answers = self._offers.collect(STATES, deadline - time.monotonic())
-            newest = [max((state["batches"] for state in answer["states"]), default=0) for answer in answers]
+            newest = [max(answer["states"], default=0) for answer in answers]
             if min(newest, default=batches) >= batches or time.monotonic() >= deadline:
                 return answers
             time.sleep(0.05)
@@ -179,7 +181,7 @@ class DataState:
         if self.loader is not None:
             self.loader.load(own)
 
-    def _recent_states(self) -> tuple[State, ...]:
+    def _recent_states(self) -> tuple[RankState, ...]:
         loader = self.loader
         return self._recent if loader is None else loader.recent
 
@@ -188,8 +190,8 @@ class DataState:
         if question.startswith("save at") and self._guard is not None:
             self._guard.save_at = int(question.split()[-1])
             return {}
-        states = {state["batches"]: state for state in (*self._asked, *self._recent_states())}
-        return {"rank": self._rank, "states": [dict(state) for state in states.values()]}
+        states = {state.batches: state for state in (*self._asked, *self._recent_states())}
+        return {"rank": self._rank, "states": to_plain(states)}
 
     # ---- copies
 

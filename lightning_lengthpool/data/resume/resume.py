@@ -14,7 +14,7 @@ from lightning_lengthpool.data.resume.data_state import DataState
 from lightning_lengthpool.data.resume.handover import Handover, trains_a_copy
 from lightning_lengthpool.data.source import Source
 from lightning_lengthpool.data.task_encoder import methods_not_stateless
-from lightning_lengthpool.data.train_loader import State
+from lightning_lengthpool.data.train_loader import RankState
 from lightning_lengthpool.ordering.settings import check_one_of
 from lightning_lengthpool.ranks.data_rank import Agreement, DataRank
 
@@ -101,8 +101,8 @@ class Resume:
         rank_zero_warn(f"the data do not go on exactly; {what}.")
 
     def go_on(
-        self, pool: LengthPoolDataset, state: State | None, source: Source, trainer: Trainer | None
-    ) -> State | None:
+        self, pool: LengthPoolDataset, state: RankState | None, source: Source, trainer: Trainer | None
+    ) -> RankState | None:
         """Tell a new pool how it goes on; returns the state from which it does, None for the beginning."""
         if self.lacks_state(trainer):
             state = None
