@@ -108,9 +108,9 @@ def check_training(
     Raises:
         FileNotFoundError, ValueError: See the message: it names the setting or the sample, and the way out.
     """
-    if trainer is not None and trainer.overfit_batches > 0:
+    if overfit_batches := getattr(trainer, "overfit_batches", 0):
         raise ValueError(
-            f"overfit_batches is {trainer.overfit_batches}, which cannot be had from an endless stream. Train on a "
+            f"overfit_batches is {overfit_batches}, which cannot be had from an endless stream. Train on a "
             "data set (or an energon subset of one) with that few samples instead."
         )
     source.require_samples(ranks)
@@ -189,5 +189,6 @@ class _Trial(Records[_TrialResult]):
 
     def __iter__(self) -> Iterator[_TrialResult]:
         for _ in self.pool:
-            yield _TrialResult(self.pool.state().pool.snapshot.costs)
+            snapshot = self.pool.state().pool.snapshot
+            yield _TrialResult([] if snapshot is None else snapshot.costs)
             return

@@ -1,42 +1,24 @@
-"""`LengthPoolDataModule`: from Lightning's trainer to energon's loaders, one stream per data-parallel rank."""
+"""`LengthPoolDataModule`: its settings, what they mean, and what goes together; `hooks` does the work."""
 
 import sys
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-from lightning.pytorch import LightningDataModule
-from lightning.pytorch.trainer.states import TrainerFn
-from megatron.energon import TaskEncoder, WorkerConfig
+from megatron.energon import TaskEncoder
 
 from lightning_lengthpool.classes import packed_class
 from lightning_lengthpool.cost_models import CostModel
-from lightning_lengthpool.data.checks import check_same_on_all_ranks, check_settings, check_training, try_encoder
-from lightning_lengthpool.data.evaluation import EvalLoader, check_evaluation, evaluation_loader, prediction_split
-from lightning_lengthpool.data.fit_progress import FitProgress, does
-from lightning_lengthpool.data.reading.data_identity import Description, describe_data
-from lightning_lengthpool.data.resume.data_state import DataState
-from lightning_lengthpool.data.resume.resume import Resume
-from lightning_lengthpool.data.source import DataPath, Source, Training
-from lightning_lengthpool.data.task_encoder import methods_with_seeds
-from lightning_lengthpool.data.train_loader import RankState, TrainLoader
-from lightning_lengthpool.ordering.local_paths import file_path
-from lightning_lengthpool.ordering.reference_lengths import (
-    ReferenceLengths,
-    batches_of,
-    check_reference,
-    read_reference_lengths,
-    with_reference,
-)
-from lightning_lengthpool.ordering.settings import PoolSettings, PoolWarmup, check_integer
-from lightning_lengthpool.ranks.data_rank import Agreement, DataRank, check_data_rank, find_data_rank
-from lightning_lengthpool.ranks.store import is_rank_zero
+from lightning_lengthpool.data.checks import check_settings
+from lightning_lengthpool.data.hooks import DataHooks
+from lightning_lengthpool.data.source import DataPath, Source
+from lightning_lengthpool.ordering.reference_lengths import check_reference
+from lightning_lengthpool.ordering.settings import PoolSettings, PoolWarmup
+from lightning_lengthpool.ranks.data_rank import check_data_rank
 
 
-class LengthPoolDataModule(LightningDataModule):
+class LengthPoolDataModule(DataHooks):
     """Training data from an energon data set, with the same length on every rank at the same step.
 
     The ranks are the trainer's data-parallel ranks, whatever its strategy or launcher. Training reads one endless
@@ -136,14 +118,13 @@ class LengthPoolDataModule(LightningDataModule):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        super().__init__()
         if (rank is None) != (world_size is None):
             raise ValueError(f"rank is {rank} and world_size is {world_size}: set both, or neither")
         if not sys.platform.startswith("linux"):
             raise RuntimeError(f"lightning_lengthpool runs on Linux only (energon forks), this is {sys.platform!r}")
-        self.class_fn = packed_class if class_fn is None and class_shares is not None else class_fn
-        #: The pool as it is set; `complete_settings` adds what stands in the file of reference lengths.
-        self.settings = PoolSettings(
+        if class_fn is None and class_shares is not None:
+            class_fn = packed_class
+        settings = PoolSettings(
             batch_size=batch_size,
             pool_size=pool_size,
             policy=policy,
@@ -153,14 +134,13 @@ class LengthPoolDataModule(LightningDataModule):
             warmup=pool_warmup,
             max_tokens=max_tokens,
             over_budget=over_budget,
-            class_fn=None if class_shares is None else self.class_fn,  # else with the shares that the file tells
+            class_fn=None if class_shares is None else class_fn,  # else with the shares that the file tells
             class_shares=class_shares,
         )
-        check_reference(self.settings, reference_lengths, self.class_fn)
+        check_reference(settings, reference_lengths, class_fn)
         if val_batch_size is None:
             val_batch_size = 1 if batch_size is None and packing_buffer_size is None else batch_size
-        #: Where samples come from.
-        self.source = Source(
+        source = Source(
             path=path,
             task_encoder=task_encoder,
             val_path=val_path,
@@ -172,25 +152,16 @@ class LengthPoolDataModule(LightningDataModule):
             failure_tolerance=failure_tolerance,
             skip_tolerance=skip_tolerance,
         )
-        check_settings(self.settings, self.source)
-        #: Whether `setup` checks the data; turn it off where they are only read and nothing is trained.
-        self.checks_data = True
-        self.reference_lengths = (
-            None if reference_lengths is None else file_path(reference_lengths, "reference_lengths")
+        check_settings(settings, source)
+        super().__init__(
+            source,
+            settings,
+            resume=resume,
+            reference_lengths=reference_lengths,
+            class_fn=class_fn,
+            virtual_epoch_length=virtual_epoch_length,
+            given_rank=None if rank is None or world_size is None else check_data_rank(rank, world_size),
         )
-        self.virtual_epoch_length = (
-            None
-            if virtual_epoch_length is None
-            else check_integer("virtual_epoch_length", virtual_epoch_length, minimum=1)
-        )
-        self._given_rank = None if rank is None or world_size is None else check_data_rank(rank, world_size)
-        self._resume = Resume(resume, type(self).__qualname__, methods_with_seeds(task_encoder))
-        self._eval_loader: EvalLoader | None = None
-        self._reference: ReferenceLengths | None = None  # once the file is read
-        self._data: list[Description] | None = None  # once the data are looked at
-        self._first_costs: list[float] | None = None  # with a token budget, once the encoder is tried
-
-    # ---- settings
 
     @property
     def path(self) -> DataPath:
@@ -199,7 +170,7 @@ class LengthPoolDataModule(LightningDataModule):
 
     @path.setter
     def path(self, value: DataPath) -> None:
-        self.source, self._data = replace(self.source, path=value), None
+        self.source = replace(self.source, path=value)
 
     @property
     def val_path(self) -> DataPath:
@@ -218,22 +189,6 @@ class LengthPoolDataModule(LightningDataModule):
     @batch_size.setter
     def batch_size(self, value: int | None) -> None:
         self.settings = replace(self.settings, batch_size=value)
-
-    @property
-    def data_rank(self) -> DataRank:
-        """Which of the data-parallel ranks this process is."""
-        return find_data_rank(self.trainer, self._given_rank)
-
-    def complete_settings(self) -> PoolSettings:
-        """The pool's settings with what stands in the file of reference lengths, which is read once.
-
-        Raises:
-            FileNotFoundError, ValueError: If the file cannot be read, or does not fit the settings.
-        """
-        if self.reference_lengths is None:
-            return self.settings
-        self._reference = self._reference or read_reference_lengths(self.reference_lengths)
-        return with_reference(self.settings, self._reference, self.class_fn)
 
     def pool_settings(self) -> dict[str, Any]:
         """What `SyncMonitor` reports and bases its advice on, in plain numbers.
@@ -255,193 +210,3 @@ class LengthPoolDataModule(LightningDataModule):
             "rank_samples": rank_samples,
             **({} if budget is None else {"max_tokens": float(budget)}),
         }
-
-    # ---- Lightning's hooks
-
-    def setup(self, stage: str) -> None:
-        """Check the data on all ranks alike, before any loader or worker exists.
-
-        Raises:
-            FileNotFoundError, ValueError: See the message: it names the setting or the sample, and the way out. Where
-                only other ranks fail, this one raises as well, so that none of them waits for ever.
-        """
-        if not self.checks_data:
-            return
-        error: Exception | None = None
-        try:
-            self._check_data(stage)
-        except Exception as caught:
-            error = caught
-        agreement = self._agreement()
-        failed = agreement.ranks_with(error is not None)
-        if error is not None:
-            raise error
-        if failed:
-            raise ValueError(f"the data could not be set up on {failed} other rank(s): see their messages")
-        if stage == "fit":
-            settings = self._saved_settings()
-            check_same_on_all_ranks(agreement, self.data_rank, self.source, self._reference, settings)
-            self._resume.begin_fit()
-            self._resume.take_up_handover(settings, agreement, self.data_rank, keep=self._is_writer())
-
-    def _check_data(self, stage: str) -> None:
-        source, ranks, trainer = self.source, self.data_rank.world_size, self.trainer
-        if stage == "fit":
-            self._first_costs = check_training(
-                source, self.complete_settings(), ranks=ranks, resume=self._resume.mode, trainer=trainer
-            )
-            self._data = describe_data(source.path, "train")
-        if stage == "predict":
-            check_evaluation(source, prediction_split(source.eval_path), ranks, trainer, required=True)
-        elif stage in ("fit", "validate", "test"):
-            split = "test" if stage == "test" else "val"
-            check_evaluation(source, split, ranks, trainer, required=stage != "fit")
-
-    def train_dataloader(self) -> TrainLoader:
-        """This rank's endless stream, cut into epochs of `virtual_epoch_length` batches.
-
-        It goes on from the checkpoint that is resumed, or from where the last one stood if there was one before. To be
-        called on all ranks alike.
-        """
-        self._state.close()
-        data_rank, agreement = self.data_rank, self._agreement()
-        settings = self._saved_settings()
-        self._resume.take_up_handover(settings, agreement, data_rank, keep=self._is_writer())
-        self._resume.prepare(settings, agreement, data_rank)
-        length, progress = self._epoch_length(agreement), FitProgress(self.trainer)
-        own, is_resumed = self._state.own, self._state.is_loaded
-        loader = TrainLoader(self._build, length, own, progress, self.boundary, is_resumed=is_resumed)
-        self._state.attach(loader, settings, data_rank, agreement, self.trainer)
-        return loader
-
-    def _build(self, state: RankState | None) -> tuple[Training, RankState | None]:
-        """The training data, when the first batch is asked for: by then a checkpoint's state has come."""
-        rank, world_size = self.data_rank
-        workers = WorkerConfig(rank=rank, world_size=world_size, num_workers=self.source.num_workers)
-        training = self.source.training(self.complete_settings(), workers)
-        return training, self._resume.go_on(training.pool, state, self.source, self.trainer)
-
-    def val_dataloader(self) -> EvalLoader | list[Any]:
-        """The `val` split from its start at each run; no loader if the data set has no such split."""
-        return self._evaluation("val")
-
-    def test_dataloader(self) -> EvalLoader | list[Any]:
-        """The `test` split, as `val_dataloader`."""
-        return self._evaluation("test")
-
-    def predict_dataloader(self) -> EvalLoader | list[Any]:
-        """The `test` split, or `val` where there is no `test`, each sample once: ranks may have unequal counts."""
-        return self._evaluation(prediction_split(self.val_path), repeats=False)
-
-    def _evaluation(self, split: str, *, repeats: bool = True) -> EvalLoader | list[Any]:
-        agreement = self._agreement()
-        loader = evaluation_loader(self.source, split, self.data_rank, agreement, self.boundary, repeats=repeats)
-        if loader is None:
-            return []
-        self._eval_loader = loader
-        return loader
-
-    def is_repeat(self, batch_idx: int) -> bool:
-        """Whether a validation or test batch is one that this rank has seen before in this run.
-
-        A rank that has fewer batches than another repeats its last one, so that all ranks take equally many steps. A
-        `validation_step` leaves such a batch out of its metrics: with a torchmetrics metric it skips `update`.
-        """
-        return self._eval_loader is not None and self._eval_loader.is_repeat(batch_idx)
-
-    def boundary(self) -> None:
-        """Called by the loaders before each batch, equally often on all ranks: a SLURM signal is handled here."""
-        self._state.boundary()
-
-    def teardown(self, stage: str) -> None:
-        """Stop the workers; where they stand in the training data is kept, for a checkpoint or another `fit`."""
-        self._close()
-        if stage == "fit":
-            self._resume.end_fit(self.trainer, self.data_rank, is_writer=self._is_writer())
-        if stage == "fit" and self.dropped:
-            warnings.warn(
-                f"{self.dropped} samples of rank {self.data_rank.rank} cost more than max_tokens "
-                f"({self.settings.max_tokens:g}) and were left out (over_budget is 'drop')",
-                stacklevel=2,
-            )
-
-    def on_exception(self, exception: BaseException) -> None:
-        """Stop the workers where Lightning does not get to `teardown`."""
-        self._close()
-
-    def _close(self) -> None:
-        self._state.close()
-        if self._eval_loader is not None:
-            self._eval_loader.close()
-
-    # ---- the state of the data
-
-    def state_dict(self) -> dict[str, Any]:
-        """All ranks' states, in plain containers, on global rank zero, which writes the checkpoint.
-
-        They are the states after the last batch that was trained on, also in the middle of a step. Without a trainer
-        that is the last batch that the loader has handed out.
-        """
-        self._resume.find_handover()
-        return self._state.save(self.data_rank, is_writer=self._is_writer())
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take this rank's state out of a checkpoint, before or after the loader was made.
-
-        Raises:
-            ValueError: If it is malformed, lacks the state, or does not fit the settings: the message names what was
-                saved, what is now and the way out.
-        """
-        trainer = self.trainer
-        if does(trainer) not in (None, TrainerFn.FITTING):
-            return  # an evaluation of the checkpoint's weights: training goes on from where it stands
-        accumulated = 1 if trainer is None else trainer.accumulate_grad_batches
-        arguments = {"accumulated": accumulated, "keep": self._is_writer()}
-        self._resume.load(state_dict, self._saved_settings(), self.data_rank.rank, **arguments)
-
-    @property
-    def dropped(self) -> int:
-        """Samples of this rank that were left out so far, because they cost more than max_tokens."""
-        return self._state.dropped
-
-    @property
-    def _state(self) -> DataState:
-        return self._resume.state
-
-    def _saved_settings(self) -> dict[str, Any]:
-        """What an iterator state depends on, plain: another run goes on from it only with the same."""
-        settings = self.complete_settings()
-        self._data = self._data or describe_data(self.path, "train")
-        return {
-            "path": self._data,
-            "ranks": self.data_rank.world_size,
-            "reference_lengths": None if self._reference is None else str(self._reference),
-            **self.source.identity(),
-            **settings.identity(),
-        }
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy (`copy.deepcopy`, `pickle`) stands where this one stands in the data, without trainer and loaders."""
-        self._resume.find_handover()
-        return vars(self) | {"trainer": None, "_eval_loader": None}
-
-    # ---- ranks and epochs
-
-    def _is_writer(self) -> bool:
-        return self.trainer.is_global_zero if self.trainer is not None else is_rank_zero()
-
-    def _agreement(self) -> Agreement:
-        return Agreement(self.trainer, self.data_rank.world_size)
-
-    def _epoch_length(self, agreement: Agreement) -> int:
-        if self.virtual_epoch_length is not None:
-            return self.virtual_epoch_length
-        samples, ranks, settings = self.source.training_samples(), self.data_rank.world_size, self.complete_settings()
-        if settings.max_tokens is None:
-            return max(1, samples // (ranks * settings.slot_size))
-        if settings.reference is not None:
-            costs = np.concatenate([*settings.reference.costs.values()])
-        else:
-            self._first_costs = self._first_costs or try_encoder(self.source, settings)
-            costs = np.array(self._first_costs)
-        return max(1, int(samples / ranks * agreement.max(batches_of(costs, settings))))

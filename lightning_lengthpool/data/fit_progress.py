@@ -49,7 +49,7 @@ class FitProgress:
 
     def _counts(self) -> tuple[int, int] | None:
         loop = self._loop()
-        return None if loop is None else (loop.batch_progress.total.processed, loop.global_step)
+        return None if loop is None else (loop.batch_progress.total.processed, loop.global_step)  # type: ignore[attr-defined]
 
     def _loop(self) -> _TrainingEpochLoop | None:
         trainer = self._trainer  # while an exception is handled it is no longer running, but its counters hold

@@ -65,6 +65,9 @@ class _RestorableGenerator(MapDataset):
     restore keys, and `@stateless(restore_seeds=True)` another seed.
     """
 
+    _generator_sample_key: Any
+    _generator_offset: int | None
+
     def __iter__(self) -> Iterator[Any]:
         if self._generator_sample_key is not None:
             yield from self._rest_of_sample(self._generator_offset or 0)

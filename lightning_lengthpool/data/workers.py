@@ -16,7 +16,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from multiprocessing.context import ForkContext, ForkProcess
 from typing import Any, TypeVar
 
@@ -97,7 +97,7 @@ class Records(BaseWrapperDataset[Any, T]):
         return f"{type(self).__name__}({self.dataset})"
 
 
-def read_in_workers(dataset: Records[T], *, prefetch_factor: int = 2) -> Iterator[T]:
+def read_in_workers(dataset: Records[T], *, prefetch_factor: int = 2) -> Generator[T, None, None]:
     """Read a data set in forked workers, which are stopped when the iterator ends or is closed.
 
     Raises:

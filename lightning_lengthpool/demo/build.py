@@ -37,7 +37,7 @@ DatasetName = Literal["code", "prose", "blend"]
 FORMAT = 2  # raise it when a change here changes the content of a data set
 SEED = 42
 DEFAULT_SAMPLES = {"code": 4000, "prose": 1000}
-BLEND_WEIGHTS = {"code": 0.7, "prose": 0.3}
+BLEND_WEIGHTS: dict[DatasetName, float] = {"code": 0.7, "prose": 0.3}
 SHARDS = 20  # energon splits by whole shards: 18 to train, 2 to val
 MIN_LINES = {"code": 6, "prose": 1}  # a getter of two lines is hardly a page to read
 COLUMNS, LINES = 96, 72  # the page; what lies beyond it is in neither the picture nor the text
@@ -179,7 +179,7 @@ def _add_member(tar: tarfile.TarFile, name: str, data: bytes) -> None:
     tar.addfile(member, io.BytesIO(data))
 
 
-def _write_blend(file: Path, parts: dict[str, Path]) -> None:
+def _write_blend(file: Path, parts: dict[DatasetName, Path]) -> None:
     train = [{"weight": BLEND_WEIGHTS[name], "path": path.name} for name, path in parts.items()]
     val = [{"path": path.name} for path in parts.values()]
     config = {

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 
 from lightning_lengthpool.demo.task_encoder import IGNORED, IMAGE, OcrBatch
@@ -86,16 +87,16 @@ class OcrModel(LightningModule):
 
     def _log_eval(self, name: str, batch: OcrBatch, batch_idx: int) -> None:
         loss, count = self.loss(batch)
-        is_repeat = getattr(self.trainer.datamodule, "is_repeat", None)
+        is_repeat = getattr(getattr(self.trainer, "datamodule", None), "is_repeat", None)
         # a rank that is short of batches repeats one, to keep in step; each sample counts once
         weight = 0 if is_repeat is not None and is_repeat(batch_idx) else int(count)
         self.log(name, loss, batch_size=weight, on_step=False, on_epoch=True, sync_dist=True, prog_bar=True)
 
-    def configure_optimizers(self) -> dict:
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """Returns AdamW with a linear warm-up per step."""
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"])
         schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min(1.0, (step + 1) / max(1, self.hparams.warmup))
+            optimizer, lambda step: min(1.0, (step + 1) / max(1, self.hparams["warmup"]))
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

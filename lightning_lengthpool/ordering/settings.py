@@ -85,7 +85,7 @@ class PoolSettings:
     over_budget: str = "error"
     reference: ReferenceCosts | None = None
     class_fn: ClassFn | None = None
-    class_shares: Mapping[Hashable, float] | None = None
+    class_shares: Mapping[Any, float] | None = None
 
     def __post_init__(self) -> None:
         # a NumPy integer is none for `random`

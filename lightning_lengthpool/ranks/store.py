@@ -154,7 +154,7 @@ def gather(own: Any, rank: int, ranks: int, name: str, *, last: str = "", second
         return found
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() != 0:
-        store.set(f"lengthpool/{name}/{rank}", _pack(own))
+        store.set(f"lengthpool/{name}/{rank}", _pack(own))  # type: ignore[arg-type]  # bytes do as well
         return found
     deadline = time.monotonic() + (patience() if seconds is None else seconds)
     for other in set(range(ranks)) - {rank}:

@@ -92,7 +92,7 @@ def data_fingerprint(data: Sequence[Description]) -> str:
 def _describe(one: LoadedDataset, looks: int, *, is_blended: bool) -> Description:
     factory = one.dataset
     sources = getattr(factory, "inner_datasets", [factory])  # several where samples are joined
-    contents = {}
+    contents: dict[str, str | None] = {}
     for number, source in enumerate(sources, 1):  # by number: a copy's folder may have another name
         which = f" ({number} of {len(sources)})" if len(sources) > 1 else ""
         contents |= {f"{name}{which}": digest for name, digest in _contents(source, looks).items()}

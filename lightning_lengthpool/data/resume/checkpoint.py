@@ -46,8 +46,8 @@ def join(settings: Mapping[str, Any], batches: int, ranks: Sequence[Any]) -> dic
             stacklevel=2,
         )
     workers = [worker for rank in ranks if rank is not None for worker in rank["workers"] if worker is not None]
-    problems = {(worker["pool"]["snapshot"] or {}).get("error") for worker in workers}
-    if problems := problems - {None}:
+    snapshots = [worker["pool"]["snapshot"] for worker in workers]
+    if problems := {snapshot["error"] for snapshot in snapshots if snapshot is not None and snapshot["error"]}:
         warnings.warn(
             f"the checkpoint lacks the data state ({'; '.join(sorted(problems))}): a run that resumes from it starts "
             "the data from the beginning. The model's state is complete.",

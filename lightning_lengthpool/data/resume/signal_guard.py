@@ -12,8 +12,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
-from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 
 class SignalGuard:
@@ -46,7 +46,7 @@ class SignalGuard:
             self.save_at = self._boundaries + 1
 
     def _install(self) -> None:
-        environment = self._trainer.strategy.cluster_environment
+        environment = getattr(self._trainer.strategy, "cluster_environment", None)
         if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
             return
         self._signal = environment.requeue_signal or 0
