@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from megatron.energon import DefaultTaskEncoder, Sample, TextSample, WorkerConfig, edataclass, stateless
+from megatron.energon import DefaultTaskEncoder, Sample, TextSample, edataclass, stateless
 from megatron.energon.flavors.webdataset import BaseWebdatasetFactory
 from rich.console import Console
 from rich.table import Table
@@ -64,9 +64,7 @@ def write_dataset(path: Path, lengths: np.ndarray) -> Path:
 def batches(path: Path, rank: int, ranks: int, count: int, **settings: Any) -> list[list[int]]:
     """The first batches of a rank: the lengths in each."""
     settings = {"num_workers": 0, "virtual_epoch_length": 10**9, **settings}
-    module = LengthPoolDataModule(path, Encoder(), settings.pop("batch_size"), **settings)
-    config = WorkerConfig(rank=rank, world_size=ranks, num_workers=0)
-    module._worker_config = lambda num_workers: config  # type: ignore[method-assign]
+    module = LengthPoolDataModule(path, Encoder(), settings.pop("batch_size"), rank=rank, world_size=ranks, **settings)
     stream = iter(module.train_dataloader())
     found = [next(stream) for _ in range(count)]
     module.teardown("fit")

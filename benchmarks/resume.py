@@ -15,7 +15,6 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -55,24 +54,17 @@ def save_and_restore(path: Path, pool_size: int) -> tuple[int, float, float]:
     return file.getbuffer().nbytes, saved, restored
 
 
-def without_a_place(path: Path, pool_size: int) -> Loader:
-    """A loader whose worker neither takes snapshots nor sends places: patched before it is forked."""
-
-    def turn(self: FlushPool, upstream: Any) -> bool:
-        self.snapshot = {"pools": 0}
-        return original(self, upstream)
-
-    original = FlushPool._turn
+def without_states(path: Path, pool_size: int) -> Loader:
+    """A loader whose worker neither takes snapshots nor sends states: patched before it is forked."""
     with (
-        patch.object(FlushPool, "_turn", turn),
-        patch.object(LengthPoolDataset, "_place", lambda self: {"pool": {}}),
-        patch("lightning_lengthpool.data.pools.flush_pool.SNAPSHOT_SAMPLES", float("inf")),
+        patch.object(FlushPool, "_take_snapshot", lambda self: None),
+        patch.object(LengthPoolDataset, "_add_state", lambda self, batch: None),
     ):
         return Loader(path, 0.001, policy="pool", num_workers=1, pool_size=pool_size)
 
 
 def throughput(path: Path, pool_size: int, segments: int, samples: int) -> float:
-    off = without_a_place(path, pool_size)
+    off = without_states(path, pool_size)
     on = Loader(path, 0.001, policy="pool", num_workers=1, pool_size=pool_size)
     ratios = []
     for segment in range(segments):

@@ -11,7 +11,6 @@ in for each one that leaves. The first batch, which waits for the first pool, st
 import argparse
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,22 @@ from rich.table import Table
 
 from lightning_lengthpool import LengthPoolDataModule
 from lightning_lengthpool.data.pools.flush_pool import FlushPool
+from lightning_lengthpool.data.source import Source, Training
 
 
 class CollectThenFlush(FlushPool):
     """The reference's way: nothing comes in while a pool is handed out."""
 
-    def _fill(self, upstream: Iterator[Any], samples: int) -> None:
+    def _fill(self, samples: int) -> None:
         if samples > 1:
-            super()._fill(upstream, samples)
+            super()._fill(samples)
+
+
+class CollectingSource(Source):
+    def training(self, *args: Any) -> Training:
+        training = super().training(*args)
+        training.pool.pool.__class__ = CollectThenFlush
+        return training
 
 
 def batch_seconds(
@@ -40,14 +47,7 @@ def batch_seconds(
     settings = {"policy": policy, "pool_size": pool_size, "num_workers": num_workers, "virtual_epoch_length": 10**9}
     module = LengthPoolDataModule(path, SlowEncoder(encode_ms / 1000), BATCH_SIZE, **settings)
     if kind == "collect, then flush":
-        build = module._train_dataset
-
-        def train_dataset(*args: Any, **kwargs: Any) -> Any:
-            dataset, pool = build(*args, **kwargs)
-            pool.pool.__class__ = CollectThenFlush
-            return dataset, pool
-
-        module._train_dataset = train_dataset  # type: ignore[method-assign]
+        module.source = CollectingSource(**vars(module.source))
     stream = iter(module.train_dataloader())
     marks = [time.perf_counter()]
     for _ in range(1 + 2 * pool_size // BATCH_SIZE):

@@ -8,7 +8,8 @@ import pytest
 from megatron.energon import SavableDataset
 from megatron.energon.state import FlexState
 
-from helpers.pools import CONFIG, lognormal
+from helpers.lengths import lognormal
+from helpers.pools import CONFIG
 from helpers.resuming import through_a_file
 from helpers.save_load import check_save_and_load
 from lightning_lengthpool.data.pools.flush_pool import FlushPool

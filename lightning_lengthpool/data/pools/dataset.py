@@ -144,6 +144,7 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
             self.dataset, self.settings, self.failure_tolerance, self.snapshot_samples, self._arrivals
         )
         self._slots = 0  # batches handed out so far
+        self._sent: Any = None  # the snapshot that has travelled last
         self._indices = tuple(SampleIndex(self.worker_config, src=self) for _ in range(3))
         self._postencode_index, self._batch_index, self._encode_batch_index = self._indices
 
@@ -161,14 +162,12 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
                 f"state in the checkpoint cannot be restored ({error!r}): it is damaged, or energon reads another one "
                 "now. To let the data start from the beginning on purpose set 'resume: fresh'."
             ) from error
-        warning, sent = self._check_replay(), None
+        warning, self._sent = self._check_replay(), None
         for slot in slots:
             self._slots += 1
             if (batch := self._make_batch(slot)) is None:
                 return
-            now = self.state()
-            batch.state = now.without_snapshot() if now.pool.snapshot is sent else now
-            sent = now.pool.snapshot
+            self._add_state(batch)
             if warning is None:
                 warning, self.pool.warning = self.pool.warning, None
             batch.warning, warning = warning, None
@@ -208,6 +207,12 @@ class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
     def state(self) -> WorkerState:
         """The iterator state after the last batch."""
         return WorkerState(self.pool.state(), self._slots, tuple(index.save_state() for index in self._indices))
+
+    def _add_state(self, batch: PooledBatch) -> None:
+        """Let the state travel with a batch, and its snapshot with the first one only."""
+        now = self.state()
+        batch.state = now.without_snapshot() if now.pool.snapshot is self._sent else now
+        self._sent = now.pool.snapshot
 
     def _go_on(self, state: WorkerState) -> Iterator[Slot]:
         self._slots = state.slots
