@@ -61,8 +61,7 @@ def batch_seconds(policy: str, pool_size: int, batch_size: int, batches: int, sh
 
     dataset = LengthPoolDataset(
         Lengths(),
-        batch_size=batch_size,
-        settings=PoolSettings(pool_size=pool_size, policy=policy),
+        settings=PoolSettings(batch_size, pool_size, policy),
         batch=list,
         postencode=postencode,
         worker_config=CONFIG,
