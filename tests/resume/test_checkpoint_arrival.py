@@ -101,7 +101,7 @@ def test_a_loop_of_ones_own_may_load_at_any_moment(dataset: Callable[..., Path])
 
 
 def another_class(path: Path, folder: Path) -> Path:
-    return saved(folder, OtherDataModule(path, data(path).task_encoder, 2, pool_size=20, num_workers=0), 7)
+    return saved(folder, OtherDataModule(path, data(path).source.task_encoder, 2, pool_size=20, num_workers=0), 7)
 
 
 def without_state(path: Path, folder: Path) -> Path:
