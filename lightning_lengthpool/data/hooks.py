@@ -282,6 +282,6 @@ class DataHooks(LightningDataModule):
         if settings.reference is not None:
             costs = np.concatenate([*settings.reference.costs.values()])
         else:
-            self._first_costs = self._first_costs or try_encoder(self.source, settings)
+            self._first_costs = self._first_costs or try_encoder(self.source, settings, resume=self._resume.mode)
             costs = np.array(self._first_costs)
         return max(1, int(samples / ranks * agreement.max(batches_of(costs, settings))))

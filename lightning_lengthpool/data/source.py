@@ -37,20 +37,11 @@ class Training(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """Where samples come from; the arguments are those of `LengthPoolDataModule` with the same names.
+    """Where samples come from.
 
     Args:
-        path: The data set.
-        task_encoder: The user's energon task encoder.
-        val_path: Data set of validation and test; None for `path`.
-        val_batch_size: Samples of a validation or test batch; None where each pack is a batch.
-        num_workers: Worker processes of each rank.
-        shuffle_buffer_size: Samples in energon's shuffle buffer; None for no buffer.
-        packing_buffer_size: Samples that energon's packing chooses from; None for no packing.
-        max_samples_per_sequence: Samples that are read in a row from one shard; None for whole shards.
-        failure_tolerance: Failures in a row; None for what the encoder says, 0 for no limit.
-        skip_tolerance: Samples skipped in a row; 0 for no limit.
-        snapshot_samples: Samples that come in at least between two snapshots of a worker's pool.
+        snapshot_samples: Samples that come in at least between two snapshots of a worker's pool. The others are those
+            of `LengthPoolDataModule` with the same names, but that `val_batch_size` is None only for packs.
 
     Raises:
         ValueError: If a setting is out of its range; the message names it, its value and what was expected.

@@ -14,15 +14,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 from megatron.energon import SavableDataset, TaskEncoder, WorkerConfig
-from megatron.energon.flavors.base_dataset import add_sample_restore_key, set_sample_restore_key
 from megatron.energon.task_encoder.base import get_stateless
-from megatron.energon.wrappers import LogSampleDataset, MapDataset, PackingDataset
+from megatron.energon.wrappers import LogSampleDataset
 
 from lightning_lengthpool.data.pools.dataset import LengthPoolDataset
 from lightning_lengthpool.data.pools.pool import SNAPSHOT_SAMPLES
+from lightning_lengthpool.data.reading.restorable import make_restorable
 from lightning_lengthpool.data.reading.shards import parts_of
 from lightning_lengthpool.ordering.settings import PoolSettings
 
@@ -38,54 +37,6 @@ _STATELESS_METHODS = (
 
 
 _NO_CODE = (lambda: None).__code__
-
-
-class _RestorablePacks(PackingDataset):
-    """energon's packing, whose packs can be restored also if `postencode_sample` has made their samples.
-
-    energon 7.4 takes the packing's own part off the keys of such samples twice, and then fails.
-    """
-
-    def restore_sample(self, restore_key: Any) -> Any:
-        try:
-            return super().restore_sample(restore_key)
-        except AssertionError:
-            pack, index, *samples = restore_key
-            sample = super().restore_sample((pack, index, *((*key[:2], *key) for key in samples)))
-            return set_sample_restore_key(sample, *restore_key[1:], src=self)
-
-
-_RestorablePacks.__name__ = PackingDataset.__name__  # which stands in the keys
-
-
-class _RestorableGenerator(MapDataset):
-    """energon's map of a generator, which goes on in the middle of a sample with the random numbers of its beginning.
-
-    energon 7.4 saves the next sample's index and takes it for the one that is under way: the samples then have other
-    restore keys, and `@stateless(restore_seeds=True)` another seed.
-    """
-
-    _generator_sample_key: Any
-    _generator_offset: int | None
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._generator_sample_key is not None:
-            yield from self._rest_of_sample(self._generator_offset or 0)
-        yield from super().__iter__()
-
-    def _rest_of_sample(self, done: int) -> Iterator[Any]:
-        sample, index = self.dataset.restore_sample(self._generator_sample_key), self._sample_index.current_idx - 1
-        with self._map_failure_handler.handle_errors(sample):
-            with self._sample_index.ctx(index):
-                several = self.map_fn(sample)
-            for number, (_, one) in enumerate(self._sample_index.iter_ctx(several, index)):
-                if number >= done:
-                    self._generator_offset = number + 1
-                    yield add_sample_restore_key(one, index, number, src=self)
-        self._generator_sample_key = self._generator_offset = None
-
-
-_RestorableGenerator.__name__ = MapDataset.__name__  # which stands in the keys
 
 
 _build_batch = TaskEncoder.build_batch  # energon's own, for the packing
@@ -120,15 +71,13 @@ def length_pool(
         worker_config: WorkerConfig,
     ) -> SavableDataset:
         for part in parts_of(dataset):
-            if type(part) is MapDataset and inspect.isgeneratorfunction(part.map_fn):
-                part.__class__ = _RestorableGenerator
+            make_restorable(part)
         postencode = self.postencode_sample if self._is_overridden(self.postencode_sample) else None
         if packing_buffer_size is not None:
             settings_of_packing = {"packing_buffer_size": packing_buffer_size, "worker_config": worker_config}
             dataset = _build_batch(self, dataset, batch_size=None, **settings_of_packing)
+            make_restorable(dataset)
             postencode = None  # energon's packing has applied it
-            if type(dataset) is PackingDataset:
-                dataset.__class__ = _RestorablePacks
         return LengthPoolDataset(
             dataset,
             settings=replace(settings, batch_size=batch_size),

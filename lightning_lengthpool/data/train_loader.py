@@ -37,7 +37,7 @@ class BatchRecord(NamedTuple):
     missed: bool = False
 
 
-@plain_state
+@plain_state()
 @dataclass(frozen=True)
 class RankState:
     """One rank's iterator state.

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 BOS = 256  # stands before the first byte; 0 to 255 are the bytes themselves
-IMAGE = 257  # marks the place of a patch
+IMAGE = 257  # stands for a patch
 IGNORED = -100  # a label that the loss leaves out
 
 

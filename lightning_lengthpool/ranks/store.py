@@ -92,10 +92,10 @@ class Offers:
         except RuntimeError:  # the process group has gone
             return []
         keys = {rank: _key(self._prefix, self._asked, "answer", rank) for rank in self._ranks}
-        found = {rank: _take(self._store, key, deadline) for rank, key in keys.items()}
+        answers = {rank: _take(self._store, key, deadline) for rank, key in keys.items()}
         self._asked += 1
-        self._missing = [rank for rank, answer in found.items() if answer is None]
-        return [_unpack(answer) for answer in found.values() if answer is not None]
+        self._missing = [rank for rank, answer in answers.items() if answer is None]
+        return [_unpack(answer) for answer in answers.values() if answer is not None]
 
 
 class _Answers(threading.Thread):
@@ -148,21 +148,21 @@ def gather(own: Any, rank: int, ranks: int, name: str, *, last: str = "", second
     Returns:
         On global rank zero all ranks' objects, None for one that did not come in time. Elsewhere only one's own.
     """
-    found: list[Any] = [None] * ranks
-    found[rank] = own
+    collected: list[Any] = [None] * ranks
+    collected[rank] = own
     if ranks == 1 or not is_distributed():
-        return found
+        return collected
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() != 0:
         store.set(f"lengthpool/{name}/{rank}", _pack(own))  # type: ignore[arg-type]  # bytes do as well
-        return found
+        return collected
     deadline = time.monotonic() + (patience() if seconds is None else seconds)
     for other in set(range(ranks)) - {rank}:
         if last:
             store.delete_key(f"lengthpool/{last}/{other}")
         if (value := _take(store, f"lengthpool/{name}/{other}", deadline)) is not None:
-            found[other] = _unpack(value)
-    return found
+            collected[other] = _unpack(value)
+    return collected
 
 
 def _key(prefix: str, number: int, word: str, rank: int) -> str:

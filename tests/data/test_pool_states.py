@@ -71,7 +71,7 @@ def slots(pool: Pool, state: Any, fails: set[int]) -> Iterator[tuple[list[str], 
         if fails & set(map(int, keys)):
             slot = pool.take_nearest(slot)
             keys += [entry.sample["__key__"] for entry in slot.entries]
-        yield keys, slot.costs, slot.kind
+        yield keys, slot.costs, slot.class_name
 
 
 def starter(

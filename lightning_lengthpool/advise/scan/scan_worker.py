@@ -193,7 +193,7 @@ class SampleReader(_Reader):
         settings = self.settings
         if (size := self._measurer(sample)) is None:
             return  # counted by `failures`
-        kind, shares = size.kind, settings.class_shares
+        kind, shares = size.class_name, settings.class_shares
         if self.class_fn is not None and (
             not isinstance(kind, str) or not kind or (shares is not None and kind not in shares)
         ):

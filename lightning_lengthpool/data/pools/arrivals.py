@@ -23,7 +23,7 @@ class StarvedError(FatalSampleError):
     """A worker that reads, and makes nothing of what it reads: the other ranks would wait for it without end."""
 
 
-@plain_state
+@plain_state()
 @dataclass(frozen=True)
 class ArrivalsState:
     """What has come into a pool: how many samples, their checksum, and the last one's key."""

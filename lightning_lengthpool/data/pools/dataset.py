@@ -31,7 +31,7 @@ from lightning_lengthpool.ordering.length import get_field
 from lightning_lengthpool.ordering.settings import PoolSettings
 
 
-@plain_state
+@plain_state()
 @dataclass(frozen=True)
 class WorkerState:
     """One worker's iterator state.

@@ -26,14 +26,14 @@ from lightning_lengthpool.ordering.order import ORDERS
 _UNKNOWN = Measured(0.0, 0.0)  # of a sample that was measured when it was saved, and cannot be now
 
 
-@plain_state
+@plain_state("keys", "costs", "data")
 @dataclass(frozen=True)
 class FlushSnapshot:
     """A pool that was just ordered, and what had been read by then.
 
     Attributes:
         pools: Pools ordered by then, with this one.
-        keys: Of the pool's samples, in their order.
+        keys: Of the pool's samples, in their order, plain.
         costs: Of the same.
         arrivals: What had come in.
         data: energon's state of the data, plain.
@@ -48,7 +48,7 @@ class FlushSnapshot:
     error: str | None = None
 
 
-@plain_state
+@plain_state()
 @dataclass(frozen=True)
 class FlushState:
     """A flush pool's iterator state: a snapshot, and what has changed since.

@@ -17,7 +17,7 @@ class Measured(NamedTuple):
 
     length: float
     cost: float
-    kind: Any = None
+    class_name: Any = None
 
 
 class Measurer:
@@ -54,14 +54,14 @@ class Measurer:
         }
 
     def __call__(self, sample: Any) -> Measured | None:
-        settings, kind = self._settings, None
+        settings, class_name = self._settings, None
         if (length := self._ask("length_fn", settings.length_of, sample)) is _FAILED:
             return None
         if (cost := self._ask("cost", settings.cost_of, sample, length)) is _FAILED:
             return None
-        if self._class_fn is not None and (kind := self._ask("class_fn", self._class_fn, sample)) is _FAILED:
+        if self._class_fn is not None and (class_name := self._ask("class_fn", self._class_fn, sample)) is _FAILED:
             return None
-        return Measured(length, cost, kind)
+        return Measured(length, cost, class_name)
 
     def _ask(self, setting: str, function: Callable[..., Any], sample: Any, *given: Any) -> Any:
         try:

@@ -5,7 +5,7 @@ become dicts, lists, tuples, strings, bytes and numbers, and come back from them
 direction, so a checkpoint that somebody else has written can do no more than name a position in the data.
 """
 
-import dataclasses
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from megatron.energon.flavors.webdataset.sample_loader import SliceState
@@ -14,17 +14,25 @@ from megatron.energon.state import FlexState
 ClassT = TypeVar("ClassT", bound=type)
 
 _OBJECT = "__object__"  # the key under which a dict tells which dataclass it was
-_OBJECTS: dict[str, type] = {SliceState.__name__: SliceState}
+_OBJECTS: dict[str, tuple[type, frozenset[str]]] = {SliceState.__name__: (SliceState, frozenset())}
 
 
-def plain_state(cls: ClassT) -> ClassT:
-    """Decorate a dataclass, whose objects then have a plain form."""
-    _OBJECTS[cls.__name__] = cls
-    return cls
+def plain_state(*plain: str) -> Callable[[ClassT], ClassT]:
+    """Decorate a frozen dataclass, whose objects then have a plain form.
+
+    Args:
+        *plain: Fields that hold plain containers already, which are never changed: they are not copied.
+    """
+
+    def register(cls: ClassT) -> ClassT:
+        _OBJECTS[cls.__name__] = cls, frozenset(plain)
+        return cls
+
+    return register
 
 
 def to_plain(value: Any, known: dict[int, Any] | None = None) -> Any:
-    """Return a copy of a state in plain containers; what several of its parts share is copied once.
+    """Return a state in plain containers; what several of its parts share is shared there, too.
 
     Args:
         value: The state.
@@ -40,30 +48,33 @@ def to_plain(value: Any, known: dict[int, Any] | None = None) -> Any:
         return {key: to_plain(item, known) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(to_plain(item, known) for item in value)
-    if type(value) in _OBJECTS.values():
-        if id(value) not in known:
-            fields = {field.name: to_plain(getattr(value, field.name), known) for field in dataclasses.fields(value)}
-            known[id(value)] = {_OBJECT: type(value).__name__, **fields}
-        return known[id(value)]
-    raise TypeError(
-        f"a data set's state holds a {type(value).__module__}.{type(value).__name__}, which cannot be saved"
-    )
+    name = type(value).__name__
+    cls, plain = _OBJECTS.get(name, (None, frozenset()))
+    if type(value) is not cls:
+        raise TypeError(f"a data set's state holds a {type(value).__module__}.{name}, which cannot be saved")
+    if id(value) not in known:
+        form: dict[str, Any] = {_OBJECT: name}
+        for field, item in vars(value).items():
+            form[field] = item if field in plain else to_plain(item, known)
+        known[id(value)] = form
+    return known[id(value)]
 
 
 def from_plain(value: Any) -> Any:
-    """Return a copy of a plain state with its objects, in the form in which energon's datasets restore theirs.
+    """Return a plain state with its objects, in the form in which energon's datasets restore theirs.
 
     Raises:
         ValueError: If it names an object that no state holds.
         TypeError: If an object lacks a field, or has one too many.
     """
     if isinstance(value, dict):
-        fields = {key: from_plain(item) for key, item in value.items() if key != _OBJECT}
-        if _OBJECT not in value:
-            return FlexState(fields)
-        if value[_OBJECT] not in _OBJECTS:
-            raise ValueError(f"the saved state of the data names an unknown object {value[_OBJECT]!r}")
-        return _OBJECTS[value[_OBJECT]](**fields)
+        name = value.get(_OBJECT)
+        if name is None:
+            return FlexState({key: from_plain(item) for key, item in value.items()})
+        if name not in _OBJECTS:
+            raise ValueError(f"the saved state of the data names an unknown object {name!r}")
+        cls, plain = _OBJECTS[name]
+        return cls(**{key: item if key in plain else from_plain(item) for key, item in value.items() if key != _OBJECT})
     if isinstance(value, (list, tuple)):
         return type(value)(from_plain(item) for item in value)
-    return dataclasses.replace(value) if type(value) in _OBJECTS.values() else value
+    return value

@@ -2,11 +2,11 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from megatron.energon import SavableDataset
 
-from lightning_lengthpool.data.pools.arrivals import Arrivals, ArrivalsState, Replay
+from lightning_lengthpool.data.pools.arrivals import Arrivals, Replay
 from lightning_lengthpool.data.pools.measure import Measurer
 from lightning_lengthpool.data.pools.plain_state import from_plain, to_plain
 from lightning_lengthpool.ordering.settings import PoolSettings
@@ -28,45 +28,22 @@ class Slot(NamedTuple):
     Attributes:
         entries: The samples that are there.
         costs: The costs that belong there: also of samples that have left out of their turn.
-        kind: The samples' class, None without classes.
+        class_name: The samples' class, None without classes.
         meant: The class that the slot is meant for on all ranks, see `sorted_pool.Block`.
     """
 
     entries: list[Entry]
     costs: list[float]
-    kind: Hashable = None
+    class_name: Hashable = None
     meant: Hashable = None
 
     @property
     def missed(self) -> bool:
         """Whether the samples are of another class than the slot is meant for."""
-        return self.kind != self.meant
+        return self.class_name != self.meant
 
 
-class Snapshot(Protocol):
-    """What a pool held at some moment, with energon's state of the data then, plain; never changed."""
-
-    @property
-    def data(self) -> Any: ...
-
-    @property
-    def error(self) -> str | None: ...
-
-
-class PoolState(Protocol):
-    """A pool's iterator state: a snapshot, None before the first, and what has changed since, a few numbers."""
-
-    @property
-    def snapshot(self) -> Any: ...
-
-    @property
-    def arrivals(self) -> ArrivalsState: ...
-
-    @property
-    def dropped(self) -> int: ...
-
-
-StateT = TypeVar("StateT", bound=PoolState)
+StateT = TypeVar("StateT")  # FlushState or StreamState: a snapshot, None before the first, and what has changed since
 
 
 class Pool(ABC, Generic[StateT]):
@@ -110,15 +87,16 @@ class Pool(ABC, Generic[StateT]):
         Returns:
             The slots, up to the end of a finite stream.
         """
-        if state is None or state.snapshot is None:
+        saved: Any = state
+        if saved is None or saved.snapshot is None:
             self._upstream = iter(self.dataset)
             return iter(self._take_slot, None)
-        self.dataset.restore_state(from_plain(state.snapshot.data))
-        self.arrivals.restore(state.snapshot.arrivals)
+        self.dataset.restore_state(from_plain(saved.snapshot.data))
+        self.arrivals.restore(saved.snapshot.arrivals)
         replay = Replay(self.dataset, self.settings)
-        self._go_on(state, None if lose else replay)
+        self._go_on(saved, None if lose else replay)
         if not lose:
-            replay.compare(self.arrivals.state(), state.arrivals)
+            replay.compare(self.arrivals.state(), saved.arrivals)
         self.differences = replay.differences
         return iter(self._take_slot, None)
 

@@ -22,7 +22,7 @@ from lightning_lengthpool.ordering.sorted_pool import Block, SortedPool
 _TOO_MANY = 1000  # samples in a row that are left out: an endless stream of them would be read for ever
 
 
-@plain_state
+@plain_state("costs", "classes", "history", "keys", "data")
 @dataclass(frozen=True)
 class StreamSnapshot:
     """What a stream pool held at some moment.
@@ -35,7 +35,7 @@ class StreamSnapshot:
         history: What the sorted pool remembers: `(class, costs, how many of the last it does not aim at yet)`.
         dropped: Samples that were left out.
         arrivals: What had come in.
-        keys: Of the samples.
+        keys: Of the samples, plain.
         data: energon's state of the data, plain.
         error: Why there are none; None if there are.
     """
@@ -52,7 +52,7 @@ class StreamSnapshot:
     error: str | None = None
 
 
-@plain_state
+@plain_state()
 @dataclass(frozen=True)
 class StreamState:
     """A stream pool's iterator state: a snapshot, and what has changed since.
@@ -118,18 +118,18 @@ class StreamPool(Pool[StreamState]):
     def take_nearest(self, slot: Slot) -> Slot:
         last = self._slots - 1
         self._again[last] = self._again.get(last, 0) + 1
-        numbers, kind = self._take_numbers(slot.costs, slot.kind)
-        return slot._replace(entries=self._entries(numbers), kind=kind)
+        numbers, class_name = self._take_numbers(slot.costs, slot.class_name)
+        return slot._replace(entries=self._entries(numbers), class_name=class_name)
 
     def _take(self) -> Block:
         block = self._sorted.take(self._slots, aim=not self._ended)
         self._slots += 1
         return block
 
-    def _take_numbers(self, costs: list[float], kind: Hashable) -> tuple[list[int], Hashable]:
+    def _take_numbers(self, costs: list[float], class_name: Hashable) -> tuple[list[int], Hashable]:
         if not len(self._sorted):
             self._fill()
-        return self._sorted.take_nearest(costs, kind)
+        return self._sorted.take_nearest(costs, class_name)
 
     def _entries(self, numbers: list[int]) -> list[Entry]:
         held = [self._held.pop(number) for number in numbers]
@@ -151,10 +151,10 @@ class StreamPool(Pool[StreamState]):
             self._failed.add(self._arrived)
             return
         self.arrivals.add(sample, size.cost)
-        self._require_share(sample, size.kind)
+        self._require_share(sample, size.class_name)
         if self._fits(sample, size):
             self._dropped_in_a_row = 0
-            self._add(_Held(sample, get_sample_restore_key(sample), size.length), size.cost, size.kind)
+            self._add(_Held(sample, get_sample_restore_key(sample), size.length), size.cost, size.class_name)
             return
         self._dropped += 1
         self._dropped_in_a_row += 1
@@ -165,8 +165,8 @@ class StreamPool(Pool[StreamState]):
                 f"{get_field(sample, '__key__')!r} and a cost of {size.cost:g}. Raise max_tokens."
             )
 
-    def _add(self, held: _Held, cost: float, kind: Hashable) -> None:
-        self._sorted.add(self._next_number, cost, kind)
+    def _add(self, held: _Held, cost: float, class_name: Hashable) -> None:
+        self._sorted.add(self._next_number, cost, class_name)
         self._held[self._next_number] = held
         self._next_number += 1
 
@@ -183,12 +183,12 @@ class StreamPool(Pool[StreamState]):
             "as much memory as it takes; or to 'drop', and such samples are left out and counted."
         )
 
-    def _require_share(self, sample: Any, kind: Any) -> None:
+    def _require_share(self, sample: Any, class_name: Any) -> None:
         shares = self.settings.class_shares
-        if shares is not None and (not isinstance(kind, str) or kind not in shares):
+        if shares is not None and (not isinstance(class_name, str) or class_name not in shares):
             raise ValueError(
-                f"sample {get_field(sample, '__key__')!r} is of class {kind!r}, which has no share: expected one of "
-                f"{', '.join(map(repr, shares))}. Give it a share in class_shares (or in the reference_lengths), or "
+                f"sample {get_field(sample, '__key__')!r} is of class {class_name!r}, which has no share: expected one "
+                f"of {', '.join(map(repr, shares))}. Give it a share in class_shares (or in the reference_lengths), or "
                 "let class_fn name another class."
             )
 
@@ -206,8 +206,8 @@ class StreamPool(Pool[StreamState]):
             slots=self._slots,
             worker=self._sorted.worker,
             costs=[float(cost) for _, cost, _ in items],
-            classes=None if self.settings.class_fn is None else [kind for _, _, kind in items],
-            history=[(kind, recent, since) for kind, (recent, since) in self._sorted.history().items()],
+            classes=None if self.settings.class_fn is None else [class_name for _, _, class_name in items],
+            history=[(class_name, recent, since) for class_name, (recent, since) in self._sorted.history().items()],
             dropped=self._dropped,
             arrivals=self.arrivals.state(),
             **self._saved([self._held[number].key for number, _, _ in items]),
@@ -242,7 +242,7 @@ class StreamPool(Pool[StreamState]):
         classes = snapshot.classes or [None] * len(snapshot.keys)
         self._sorted.restore(
             zip(self._held, snapshot.costs, classes, strict=True),
-            {kind: (recent, since) for kind, recent, since in snapshot.history},
+            {class_name: (recent, since) for class_name, recent, since in snapshot.history},
         )
         for _ in range(state.slots):
             self._fill()
@@ -274,17 +274,17 @@ class StreamPool(Pool[StreamState]):
         if reference is None or self._warned:
             return
         held: dict[Hashable, list[float]] = {}
-        for _, cost, kind in self._sorted.items():
-            held.setdefault(kind, []).append(cost)
-        for kind, costs in held.items():
-            distance = reference.distance(kind, costs)
+        for _, cost, class_name in self._sorted.items():
+            held.setdefault(class_name, []).append(cost)
+        for class_name, costs in held.items():
+            distance = reference.distance(class_name, costs)
             # A pool of the reference's own samples drifts too, by chance and as blocks leave it: by 0.29, 0.31 and 0.46
             # at most with 100, 37 and 10 batches to a pool, in simulations on four traces. Lengths that are 30 % off
             # drift by more than the bound from about 30 batches on; with few batches it is no bound at all.
-            bound = 0.1 + 2 / self._sorted.batches(kind) ** 0.5 + 1 / len(reference.costs[kind]) ** 0.5
+            bound = 0.1 + 2 / self._sorted.batches(class_name) ** 0.5 + 1 / len(reference.costs[class_name]) ** 0.5
             if distance > bound:
                 self._warned = True
-                whose = "" if kind is None else f" of class {kind!r}"
+                whose = "" if class_name is None else f" of class {class_name!r}"
                 self.warning = (
                     f"the pool of rank {self.dataset.worker_config.rank}, worker {self._sorted.worker}, holds other "
                     f"lengths{whose} than reference_lengths says (Kolmogorov-Smirnov distance {distance:.2f}, expected "

@@ -31,7 +31,7 @@ from lightning_lengthpool.data.reading.splits import load_split, name_of
 LOOKS = 64  # samples that are looked at, of all data sets together; at least _LEAST of each
 _LEAST = 4
 _BYTES = 1 << 16  # of such a sample at most, and of what follows it
-_MOST_SAID = 3  # differences in one error
+_MOST_SHOWN = 3  # differences in one error
 
 Description = dict[str, Any]
 
@@ -62,21 +62,21 @@ def check_same_data(before: Any, now: Sequence[Description], way_out: str) -> No
         ValueError: If they differ; the message says in what, and the way out.
     """
     try:
-        found = list(_differences(before, now))
+        differences = list(_differences(before, now))
         remade = [repr(a["name"]) for a, b in zip(now, before, strict=False) if a["index"] != b["index"]]
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"the checkpoint's description of its data cannot be read ({error!r}). {way_out}") from error
-    if found:
-        more = f"; and {len(found) - _MOST_SAID} more" if len(found) > _MOST_SAID else ""
+    if differences:
+        more = f"; and {len(differences) - _MOST_SHOWN} more" if len(differences) > _MOST_SHOWN else ""
         raise ValueError(
-            f"the training data are not those of the checkpoint: {'; '.join(found[:_MOST_SAID])}{more}. Its state has "
-            f"no meaning for other data. Give the run the data as they were to go on exactly. {way_out}"
+            f"the training data are not those of the checkpoint: {'; '.join(differences[:_MOST_SHOWN])}{more}. Its "
+            f"state has no meaning for other data. Give the run the data as they were to go on exactly. {way_out}"
         )
     if remade:
         warnings.warn(
-            f"the index of data set {', '.join(remade[:_MOST_SAID])} or of what belongs to it was made again since the "
-            "checkpoint was saved ('energon prepare'). The samples that were looked at are the same: the run goes on; "
-            "if others have changed, it is not the uninterrupted run.",
+            f"the index of data set {', '.join(remade[:_MOST_SHOWN])} or of what belongs to it was made again since "
+            "the checkpoint was saved ('energon prepare'). The samples that were looked at are the same: the run goes "
+            "on; if others have changed, it is not the uninterrupted run.",
             stacklevel=2,
         )
 
@@ -185,10 +185,10 @@ def _spaced(count: int, most: int) -> list[int]:
 
 
 def _digest(parts: Iterable[bytes]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in parts:
-        found.update(len(part).to_bytes(8, "little") + part)
-    return found.hexdigest()[:16]
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()[:16]
 
 
 def _rounded(number: float | None) -> float | None:
@@ -199,14 +199,14 @@ def _subset_text(subset: DatasetSubset | None) -> str:
     """A subset as a YAML says it."""
     if subset is None:
         return "all"
-    said = []
+    parts = []
     if subset.absolute_range is not None:
         start, end = subset.absolute_range
-        said.append(f"[{start}, {'end' if end is None else end}]")
-    if subset.range is not None and (tuple(subset.range) != (0, 1) or not said):
+        parts.append(f"[{start}, {'end' if end is None else end}]")
+    if subset.range is not None and (tuple(subset.range) != (0, 1) or not parts):
         start, end = subset.range
-        said.append(f"[{100 * start:.10g}%, {'end' if end is None else f'{100 * end:.10g}%'}]")
-    return " and of these ".join(said)
+        parts.append(f"[{100 * start:.10g}%, {'end' if end is None else f'{100 * end:.10g}%'}]")
+    return " and of these ".join(parts)
 
 
 # ---- the comparison
@@ -243,5 +243,5 @@ def _differences_of_one(before: Description, now: Description) -> Iterator[str]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_MOST_SAID])
-    return f"{shown}, ..." if len(names) > _MOST_SAID else shown
+    shown = ", ".join(names[:_MOST_SHOWN])
+    return f"{shown}, ..." if len(names) > _MOST_SHOWN else shown

@@ -56,8 +56,8 @@ def require_samples(path: str | Path, split: str, needed: int, for_whom: str, wa
 def workers_with_samples(path: str | Path, split: str, ranks: int, most: int) -> int:
     """The most workers of a rank, up to `most`, of which each has a sample; 0 if there is no such number."""
     most = min(most, split_size(path, split) // ranks)
-    found = (n for n in range(most, 0, -1) if worker_samples(path, split, ranks * n).sum(axis=0).all())
-    return next(found, 0)
+    possible = (n for n in range(most, 0, -1) if worker_samples(path, split, ranks * n).sum(axis=0).all())
+    return next(possible, 0)
 
 
 def worker_samples(path: str | Path, split: str, workers: int) -> NDArray[np.int64]:
@@ -100,8 +100,8 @@ def load_split(path: str | Path, split: str, workers: int = 1) -> list[LoadedDat
     where = EPath(path)
     if not (where.is_file() or where.is_dir()):
         raise FileNotFoundError(f"path is {str(path)!r}, but nothing is there. Set it to an energon data set.")
-    kind = get_dataset_type(where)
-    if kind in (EnergonDatasetType.INVALID, EnergonDatasetType.FILESYSTEM):
+    dataset_type = get_dataset_type(where)
+    if dataset_type in (EnergonDatasetType.INVALID, EnergonDatasetType.FILESYSTEM):
         raise ValueError(
             f"path is {str(path)!r}, which is not a prepared energon data set: it is neither a folder with a "
             f"finished '.nv-meta' nor a metadataset YAML. Prepare a folder of tar shards with "
@@ -111,7 +111,7 @@ def load_split(path: str | Path, split: str, workers: int = 1) -> list[LoadedDat
         f"{path} has no {split!r} split, or an empty one. Its splits stand in '.nv-meta/split.yaml' (in the YAML of a "
         "metadataset under 'splits')."
     )
-    if kind is EnergonDatasetType.JSONL and split != "train":
+    if dataset_type is EnergonDatasetType.JSONL and split != "train":
         raise missing  # energon would give all samples as any split
     try:
         config = WorkerConfig(rank=0, world_size=1, num_workers=workers)

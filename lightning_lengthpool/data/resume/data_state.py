@@ -43,7 +43,7 @@ class DataState:
 
     @property
     def dropped(self) -> int:
-        """Samples of this rank that were left out so far, for they cost more than max_tokens."""
+        """Samples of this rank that were left out so far, because they cost more than max_tokens."""
         own = self.own
         return 0 if own is None else own.dropped
 
@@ -101,13 +101,13 @@ class DataState:
         own = self.own
         batches = 0 if own is None else own.batches
         first = -int(agreement.max(-batches))
-        found = [state for state in self._recent if state.batches == first]
-        if agreement.ranks_with(bool(first and not found)) or (not first and agreement.ranks_with(bool(batches))):
+        common = [state for state in self._recent if state.batches == first]
+        if agreement.ranks_with(bool(first and not common)) or (not first and agreement.ranks_with(bool(batches))):
             raise ValueError(
                 f"the ranks stand at different batches in the data (this one at {batches}, another at {first}): they "
                 "would train on different lengths at the same step. Go on from a checkpoint (ckpt_path)."
             )
-        self._recent = tuple(found)
+        self._recent = tuple(common)
 
     # ---- checkpoints
 

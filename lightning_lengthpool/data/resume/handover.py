@@ -31,7 +31,7 @@ class Handover:
         weakref.finalize(self, _remove, self._file, self._home)
 
     def leave(self, state: dict[str, Any]) -> None:
-        """Leave a plain state, in place of the one before."""
+        """Leave a plain state instead of the one before."""
         self._is_known = True
         new = self._file.with_suffix(".new")
         torch.save(state, new)
