@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_lengthpool.ordering.order import batch_shares
 from lightning_lengthpool.ordering.reference_costs import ReferenceCosts
 from lightning_lengthpool.ordering.settings import PoolSettings
+from lightning_lengthpool.ordering.stream.budget import batch_shares
 from lightning_lengthpool.simulation.simulate import simulate
 
 Array = NDArray[np.float64]

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_lengthpool.ordering.order import ORDERS, batch_shares
+from lightning_lengthpool.ordering.order import ORDERS
 from lightning_lengthpool.ordering.settings import PoolSettings, check_integer, require_stream
 from lightning_lengthpool.ordering.sorted_pool import SortedPool
+from lightning_lengthpool.ordering.stream.budget import batch_shares
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -238,7 +239,7 @@ def _stream(
         slot += 1
         taken += block.numbers
         samples.append(len(block.numbers))
-        left.append(0 if classes is None else class_of[block.kind])
+        left.append(0 if classes is None else class_of[block.class_name])
         missed.append(block.missed)
         stop = number + len(block.numbers)
         while stop > first + len(prices):

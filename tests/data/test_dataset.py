@@ -23,9 +23,10 @@ from helpers.pools import CONFIG, batches, blocks, keys, parity, pooled
 from lightning_lengthpool.data.loaders import TrainLoader
 from lightning_lengthpool.data.pools.dataset import LengthPoolDataset
 from lightning_lengthpool.data.task_encoder import length_pool
-from lightning_lengthpool.ordering.order import order_blocks, stream_draw
+from lightning_lengthpool.ordering.order import order_blocks
 from lightning_lengthpool.ordering.settings import PoolSettings
 from lightning_lengthpool.ordering.sorted_pool import HISTORY, Reference
+from lightning_lengthpool.ordering.stream.blocks import stream_draw
 
 # ---- order
 

@@ -76,7 +76,7 @@ class StreamPool:
         if not len(self._sorted):
             return None
         block = self._take()
-        return Slot(self._entries(block.numbers), block.costs, block.kind, block.meant)
+        return Slot(self._entries(block.numbers), block.costs, block.class_name, block.meant_class)
 
     def take_nearest(self, upstream: Iterator[Any], slot: Slot) -> Slot:
         last = self._slots - 1
@@ -226,7 +226,7 @@ class StreamPool:
             block = self._take()
             numbers = list(block.numbers)
             for _ in range(self._again.get(self._slots - 1, 0)):
-                numbers += self._take_nearest(upstream, block.costs, block.kind)[0]
+                numbers += self._take_nearest(upstream, block.costs, block.class_name)[0]
             for number in numbers:
                 del self._held[number]
 
