@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_lengthpool.advise.advice import Bottleneck, Causes, Cost, Distribution, Outliers, Plan, Relation
-from lightning_lengthpool.ordering.order import batch_shares
 from lightning_lengthpool.ordering.sorted_pool import HISTORY, SNAPSHOT_SAMPLES
+from lightning_lengthpool.ordering.stream.budget import batch_shares
 from lightning_lengthpool.report.words import number, percent, ranks
 from lightning_lengthpool.runs.causes import Summary
 from lightning_lengthpool.simulation.predict import Case, Prediction

@@ -71,7 +71,7 @@ def _checked(sample: Any, value: Any, origin: str) -> float:
                 "number"
             )
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not (0 <= value < math.inf):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= float(value) < math.inf:
         raise ValueError(
             f"sample {get_field(sample, '__key__')!r} has the length {value!r} (from {origin}), "
             "expected a finite number of at least 0"

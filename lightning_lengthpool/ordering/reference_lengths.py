@@ -10,9 +10,9 @@ import numpy as np
 
 from lightning_lengthpool.ordering.cost_model import CostModel
 from lightning_lengthpool.ordering.lengths_file import read_lengths
-from lightning_lengthpool.ordering.order import batch_shares
 from lightning_lengthpool.ordering.reference_costs import Array, ReferenceCosts
 from lightning_lengthpool.ordering.settings import ClassFn, PoolSettings, require_stream
+from lightning_lengthpool.ordering.stream.budget import batch_shares
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,11 @@ class ReferenceLengths:
     def digest(self) -> str:
         """A text that differs if the lengths do; their order in the file does not matter."""
         rows = []
-        for kind, own in self.lengths.items():  # of a large file most lengths occur many times
-            bits, counts = np.unique(
-                own.view(np.int64), return_counts=True
-            )  # bits: 0.0 and -0.0 are written differently
+        for name, of_class in self.lengths.items():  # of a large file most lengths occur many times
+            # as bits, for 0.0 and -0.0 are written differently
+            bits, counts = np.unique(of_class.view(np.int64), return_counts=True)
             lengths = bits.view(np.float64).tolist()
-            rows += [(f"{kind}:{length!r}", count) for length, count in zip(lengths, counts.tolist(), strict=True)]
+            rows += [(f"{name}:{length!r}", count) for length, count in zip(lengths, counts.tolist(), strict=True)]
         digest, separator = hashlib.sha256(), ""
         for row, count in sorted(rows):
             digest.update((separator + "\n".join([row] * count)).encode())
@@ -61,11 +60,11 @@ class ReferenceLengths:
                 f"reference_lengths is {self.path!r}, which has no column 'class', but a batch is to hold one class. "
                 "Write the class of each sample into the file, or leave class_fn and class_shares out."
             )
-        grouped = dict(self.lengths) if by_class else {None: np.concatenate([*self.lengths.values()])}
+        grouped = self.lengths if by_class else {None: np.concatenate([*self.lengths.values()])}
         if model is None:
             return ReferenceCosts(grouped)
         try:
-            return ReferenceCosts({kind: _priced(own, model) for kind, own in grouped.items()})
+            return ReferenceCosts({name: _costs(lengths, model) for name, lengths in grouped.items()})
         except ValueError as error:
             raise ValueError(
                 f"reference_lengths is {self.path!r}, whose lengths have no cost by {model!r}: {error} Leave "
@@ -73,7 +72,7 @@ class ReferenceLengths:
             ) from error
 
 
-def _priced(lengths: Array, model: CostModel) -> Array:
+def _costs(lengths: Array, model: CostModel) -> Array:
     """What a sample of each length costs; each length that occurs is asked for once."""
     known, index = np.unique(lengths, return_inverse=True)
     costs: Array = np.array([model.of_length(length) for length in known.tolist()])[index]
@@ -126,10 +125,10 @@ def with_reference(settings: PoolSettings, file: ReferenceLengths | None, class_
         return settings
     reference = file.costs(settings.cost, by_class=class_fn is not None)
     if settings.max_tokens is not None and settings.over_budget == "drop":  # what never comes in is no aim
-        fitting = {kind: costs[costs <= settings.max_tokens] for kind, costs in reference.costs.items()}
-        for kind, costs in fitting.items():
+        fitting = {name: costs[costs <= settings.max_tokens] for name, costs in reference.costs.items()}
+        for name, costs in fitting.items():
             if not len(costs):
-                whose = "" if kind is None else f" of class {kind!r}"
+                whose = "" if name is None else f" of class {name!r}"
                 raise ValueError(
                     f"all lengths{whose} in reference_lengths {file.path!r} cost more than max_tokens "
                     f"({settings.max_tokens:g}), and over_budget is 'drop': nothing would be left of them"
@@ -138,8 +137,8 @@ def with_reference(settings: PoolSettings, file: ReferenceLengths | None, class_
     shares = settings.class_shares
     if class_fn is not None:
         if shares is None:
-            held = {kind: _batches(costs, settings) for kind, costs in reference.costs.items()}
-            shares = {str(kind): batches / sum(held.values()) for kind, batches in held.items()}
+            held = {name: _batches(costs, settings) for name, costs in reference.costs.items()}
+            shares = {str(name): batches / sum(held.values()) for name, batches in held.items()}
         if set(shares) != set(reference.costs):
             raise ValueError(
                 f"class_shares names the classes {', '.join(sorted(shares))}, but reference_lengths {file.path!r} has "

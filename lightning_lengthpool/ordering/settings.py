@@ -5,11 +5,11 @@ The data module builds it from its flat signature; pools, simulation and advisor
 
 import math
 import numbers
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lightning_lengthpool.ordering.cost_model import CostModel, sample_cost
+from lightning_lengthpool.ordering.cost_model import CostModel, as_float, sample_cost
 from lightning_lengthpool.ordering.length import LengthFn, sample_length
 from lightning_lengthpool.ordering.reference_costs import ReferenceCosts
 
@@ -289,7 +289,7 @@ def check_integer(name: str, value: Any, *, minimum: int | None = None, hint: st
 
 def check_positive(name: str, value: Any) -> None:
     """Raise a `ValueError` that names the setting if it is no finite number above 0."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < value < math.inf:
+    if not 0 < as_float(value) < math.inf:
         raise ValueError(f"{name} is {value!r}, expected a finite number above 0")
 
 
@@ -299,7 +299,7 @@ def check_one_of(name: str, value: Any, expected: tuple[str, ...]) -> None:
         raise ValueError(f"{name} is {value!r}, expected one of: {', '.join(expected)}")
 
 
-def _check_shares(shares: Mapping[Hashable, float]) -> None:
+def _check_shares(shares: Mapping[Any, float]) -> None:
     if not isinstance(shares, Mapping) or not shares or not all(isinstance(name, (str, int)) for name in shares):
         raise ValueError(f"class_shares is {shares!r}, expected the share of each class by its name")
     for name, share in shares.items():

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lightning_lengthpool.ordering import efficiency
 from lightning_lengthpool.ordering.settings import PoolSettings
-from lightning_lengthpool.ordering.sorted_pool import even_slots
+from lightning_lengthpool.ordering.stream.blocks import even_slots
 from lightning_lengthpool.runs.causes import Summary
 from lightning_lengthpool.runs.distribution import non_iid
 from lightning_lengthpool.simulation.simulate import simulate

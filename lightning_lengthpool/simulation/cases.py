@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_lengthpool.ordering.order import batch_shares
 from lightning_lengthpool.ordering.reference_costs import ReferenceCosts
 from lightning_lengthpool.ordering.settings import PoolSettings
 from lightning_lengthpool.simulation.simulate import simulate
+from lightning_lengthpool.simulation.streams import shares_of_batches
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -198,10 +198,7 @@ class Table:
     def _shares(self, settings: PoolSettings) -> list[float]:
         """The share of the batches that each class has."""
         shares, names = settings.class_shares, self._class_names
-        if shares is not None and set(names) <= set(shares):
-            held = np.array([shares[name] for name in names])
-        else:
-            budget = settings.max_tokens
-            weights = None if budget is None else batch_shares(self._costs, budget, settings.batch_size)
-            held = np.bincount(self._classes, weights=weights)
-        return [float(share) for share in held / held.sum()]
+        if shares is None or not set(names) <= set(shares):
+            return [float(share) for share in shares_of_batches(self._classes, self._costs, settings)]
+        of_names = sum(shares[name] for name in names)
+        return [shares[name] / of_names for name in names]

@@ -1,18 +1,22 @@
 """Spread pure computations over the CPU cores, by forked processes that need nothing pickled but their results."""
 
-import contextlib
 import multiprocessing
 import os
 import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.context import ForkContext
 from typing import Any, TypeVar
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 WORTH = 1.0  # seconds of work from which on processes are started
+
+_call: Callable[[int], Any]  # in a worker process: computes the job of a number
 
 
 def spread(
@@ -41,58 +45,59 @@ def spread(
         for number, job in enumerate(jobs):
             yield number, function(job)
         return
-    by_time = sorted(range(len(jobs)), key=lambda number: -seconds[number])
-    shares = [by_time[core::cores] for core in range(cores)]
-    context = multiprocessing.get_context("fork")
-    open_: dict[Any, Any] = {}  # connection -> process
+    context = _ForkContext()
+    executor = ProcessPoolExecutor(cores, context, _start, (lambda number: function(jobs[number]),))
     try:
-        for share in shares:
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(function, jobs, share, sender), daemon=True)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of other threads' locks
-                process.start()
-            sender.close()
-            open_[receiver] = process
-        missing = len(jobs)
-        while missing:
-            for ready in wait(list(open_)):
-                connection: Any = ready
-                try:
-                    number, result = connection.recv()
-                except EOFError:
-                    process = open_.pop(connection)
-                    process.join()
-                    if process.exitcode or not open_:
-                        raise RuntimeError(
-                            f"a process ended with exit code {process.exitcode} before its work was done; with -9 it "
-                            "was killed, most likely for memory"
-                        ) from None
-                    continue
-                if isinstance(result, _Failure):
-                    raise result.error
-                missing -= 1
-                yield number, result
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of other threads' locks
+            longest_first = sorted(range(len(jobs)), key=lambda number: -seconds[number])
+            numbers = {executor.submit(_compute, number): number for number in longest_first}
+        for done in as_completed(numbers):
+            yield numbers.pop(done), done.result()
+    except BrokenProcessPool:
+        executor.shutdown()
+        codes = [worker.exitcode for worker in context.workers]
+        # the executor ends the others by SIGTERM
+        code = next((code for code in codes if code not in (None, -signal.SIGTERM)), -signal.SIGTERM)
+        raise RuntimeError(
+            f"a process ended with exit code {code} before its work was done; with -9 it was killed, most likely for "
+            "memory"
+        ) from None
+    except BaseException:  # Ctrl-C, a job that fails, or results that nobody wants any more
+        for worker in context.workers:
+            worker.terminate()
+        raise
     finally:
-        for connection, process in open_.items():
-            process.terminate()
-            process.join()
-            connection.close()
+        executor.shutdown(cancel_futures=True)
 
 
-class _Failure:
-    def __init__(self, error: Exception) -> None:
-        self.error = error
+class _ForkContext(ForkContext):
+    """Remembers its processes, for the executor does not tell which are its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.workers: list[Any] = []
+
+    def Process(self, *args: Any, **named: Any) -> Any:  # type: ignore[override]
+        self.workers.append(super().Process(*args, **named))
+        return self.workers[-1]
 
 
-def _work(function: Callable[[Any], Any], jobs: Sequence[Any], share: Sequence[int], sender: Connection) -> None:
+def _start(call: Callable[[int], Any]) -> None:
+    """Prepare a worker process."""
+    global _call
+    _call = call
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends these
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with contextlib.suppress(BrokenPipeError):  # nobody is there any more
-        for number in share:
-            try:
-                result = function(jobs[number])
-            except Exception as error:
-                sender.send((number, _Failure(error)))
-                return
-            sender.send((number, result))
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _compute(number: int) -> Any:
+    return _call(number)

@@ -1,22 +1,26 @@
 """Replay a policy over ranks on lists of lengths, with the code that orders training itself."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_lengthpool.ordering.order import ORDERS, batch_shares
 from lightning_lengthpool.ordering.settings import PoolSettings, check_integer, require_stream
 from lightning_lengthpool.ordering.sorted_pool import SortedPool
+from lightning_lengthpool.simulation.streams import (
+    Batches,
+    Source,
+    flushed_batches,
+    samples_of_whole_pools,
+    shares_of_batches,
+    source_of,
+    stream_batches,
+)
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
-_Source = Callable[[int], Indices]  # the next so many samples of a stream, fewer at its end; as indices into it
-
-_CHUNK = 4096  # samples that a stream is read ahead
 
 
 class Simulation(NamedTuple):
@@ -28,7 +32,7 @@ class Simulation(NamedTuple):
         longest: The longest sample.
         samples: How many there are.
         classes: Which class they are of, 0 without classes.
-        missed: Whether that is another class than the slot is meant for on all ranks, see `stream.Block`.
+        missed: Whether that is another class than the slot is meant for on all ranks, see `sorted_pool.Block`.
         chosen: For each rank the samples of its batches in a row, as indices into its lengths (with several workers,
             into their lengths one after the other).
     """
@@ -40,15 +44,6 @@ class Simulation(NamedTuple):
     classes: Indices
     missed: NDArray[np.bool_]
     chosen: tuple[Indices, ...]
-
-
-class _Batches(NamedTuple):
-    """Those of one stream."""
-
-    chosen: Indices  # the samples in a row
-    samples: Indices  # how many of them each batch has; like the others of shape [batches]
-    classes: Indices
-    missed: NDArray[np.bool_]
 
 
 def simulate(
@@ -106,159 +101,85 @@ def simulate(
     for name, value in (("steps", steps), ("workers", workers)):
         if value is not None:
             check_integer(name, value, minimum=1)
-    values = _checked_lengths("lengths", lengths)
-    if len(values) % workers:
-        raise ValueError(f"lengths has {len(values)} streams, expected some for each of {workers} workers of each rank")
-    prices = values if costs is None else _checked_lengths("costs", costs)
-    if [len(own) for own in prices] != [len(own) for own in values]:
+    known = _checked_lengths("lengths", lengths)
+    if len(known) % workers:
+        raise ValueError(f"lengths has {len(known)} streams, expected some for each of {workers} workers of each rank")
+    known_costs = known if costs is None else _checked_lengths("costs", costs)
+    if list(map(len, known_costs)) != list(map(len, known)):
         raise ValueError("costs must be a number for each of the lengths")
     if classes is not None and not settings.is_stream:
         require_stream(settings.policy, settings.pool_size, "classes")
-    rngs: Sequence[np.random.Generator | None] = [None] * len(values)
+    if classes is None and settings.class_shares is not None:
+        raise ValueError("the settings have class_shares, so classes must tell the class of each sample")
+    rngs: Sequence[np.random.Generator | None] = [None] * len(known)
     if not is_cycle and steps is not None:
-        rngs = np.random.default_rng(rng_seed).spawn(len(values))
-    sources = [_source(len(own), rng, steps is not None) for own, rng in zip(values, rngs, strict=True)]
+        rngs = np.random.default_rng(rng_seed).spawn(len(known))
+    sources = [source_of(len(own), rng, steps is not None) for own, rng in zip(known, rngs, strict=True)]
     if settings.is_stream:
-        labels = _checked_classes(classes, values)
-        names: dict[int, Hashable] = dict(enumerate(settings.class_shares or ()))
-        if labels is not None and settings.class_shares is None:
-            settings = replace(settings, class_shares=_shares(labels, prices, settings))
-            names = {int(label): label for label in np.unique(np.concatenate(labels)).tolist()}
-        streams = [
-            _stream(
-                SortedPool(settings, number % workers),
-                prices[number],
-                None if labels is None else labels[number],
-                names,
-                source,
-                None if steps is None else _turns(steps, number % workers, workers),
-                slots,
-            )
-            for number, source in enumerate(sources)
-        ]
+        known_classes = None if classes is None else _checked_classes(classes, known)
+        turns = [None if steps is None else _turns(steps, worker, workers) for worker in range(workers)]
+        streams = _from_full_pools(settings, known_costs, known_classes, sources, turns, slots)
         if steps is None:
-            steps = _common_steps([len(own.samples) for own in streams], workers)
+            steps = _common_steps([len(stream.samples) for stream in streams], workers)
     else:
         if steps is None:
-            steps = _common_steps([_whole(settings, len(own)) // settings.slot_size for own in values], workers)
-        streams = _flushed(settings, prices, sources, [_turns(steps, worker, workers) for worker in range(workers)])
+            whole = [samples_of_whole_pools(settings, len(own)) for own in known]
+            steps = _common_steps([samples // settings.slot_size for samples in whole], workers)
+        by_worker = [
+            flushed_batches(
+                settings, known_costs[worker::workers], sources[worker::workers], _turns(steps, worker, workers)
+            )
+            for worker in range(workers)
+        ]
+        streams = [stream for of_rank in zip(*by_worker, strict=True) for stream in of_rank]
     if not steps:
         raise ValueError(
-            f"lengths has streams of {min(map(len, values))} samples or more, too few for a batch on each rank: each "
+            f"lengths has streams of {min(map(len, known))} samples or more, too few for a batch on each rank: each "
             f"worker needs a full pool, here of {settings.capacity}, and a whole batch"
         )
-    ranks = range(0, len(values), workers)
-    joined = [_join(streams[first : first + workers], values[first : first + workers], steps) for first in ranks]
-    scored = [
-        _score(own, values[first] if workers == 1 else np.concatenate(values[first : first + workers]))
-        for own, first in zip(joined, ranks, strict=True)
-    ]
-    tokens, longest = (np.stack(own, axis=1) for own in zip(*scored, strict=True))
-    samples, classes_, missed = (np.stack(own, axis=1) for own in list(zip(*joined, strict=True))[1:])
+    tokens, longest, ranks = [], [], []
+    for first in range(0, len(known), workers):
+        of_workers = known[first : first + workers]
+        batches = _in_turn(streams[first : first + workers], of_workers, steps)
+        chosen = (of_workers[0] if workers == 1 else np.concatenate(of_workers))[batches.chosen]
+        starts = np.cumsum(batches.samples) - batches.samples
+        tokens.append(np.add.reduceat(chosen, starts))
+        longest.append(np.maximum.reduceat(chosen, starts))
+        ranks.append(batches)
+    samples, longest_ = np.stack([batches.samples for batches in ranks], axis=1), np.stack(longest, axis=1)
     return Simulation(
-        tokens, samples * longest, longest, samples, classes_, missed, tuple(own.chosen for own in joined)
+        tokens=np.stack(tokens, axis=1),
+        padded=samples * longest_,
+        longest=longest_,
+        samples=samples,
+        classes=np.stack([batches.classes for batches in ranks], axis=1),
+        missed=np.stack([batches.missed for batches in ranks], axis=1),
+        chosen=tuple(batches.chosen for batches in ranks),
     )
 
 
-def _whole(settings: PoolSettings, samples: int) -> int:
-    """How many of so many samples fill whole pools."""
-    filled = 0
-    for pool in range(0 if settings.warmup is None else settings.warmup.flushes):
-        if filled + settings.size_of_pool(pool) > samples:
-            return filled
-        filled += settings.size_of_pool(pool)
-    return samples - (samples - filled) % settings.capacity
-
-
-def _flushed(
-    settings: PoolSettings, costs: Sequence[Array], sources: Sequence[_Source], turns: Sequence[int]
-) -> list[_Batches]:
-    """The batches of each stream of pools that leave as a whole: `turns` are how many each worker of a rank makes."""
-    workers, size = len(turns), settings.slot_size
-    by_worker = [
-        _ordered(settings, costs[worker::workers], sources[worker::workers], turns[worker] * size)
-        for worker in range(workers)
-    ]
-    return [
-        _Batches(own, *(np.full(len(own) // size, value) for value in (size, 0, False)))
-        for own in chain.from_iterable(zip(*by_worker, strict=True))
-    ]
-
-
-def _ordered(settings: PoolSettings, costs: Sequence[Array], sources: Sequence[_Source], count: int) -> Indices:
-    """The samples that leave, `[streams, count]`: of all streams at once, for a full pool leaves by indices of its
-    sorted samples, which are the same in each."""
-    if settings.is_off or settings.capacity == 1:  # nothing to order
-        return np.stack([source(count) for source in sources])
-    starts = [0]
-    while starts[-1] < count:
-        starts.append(starts[-1] + settings.size_of_pool(len(starts) - 1))
-    drawn = np.stack([source(starts[-1]) for source in sources])
-    price = np.stack([own[taken] for own, taken in zip(costs, drawn, strict=True)])
-    order = ORDERS[settings.policy]
-    for start, stop in zip(starts, starts[1:], strict=False):
-        size = stop - start
-        by_cost = np.argsort(price[:, start:stop], axis=1, kind="stable")
-        leaving = by_cost[:, order(range(size), size, start, settings.seed, settings.slot_size)]
-        drawn[:, start:stop] = np.take_along_axis(drawn[:, start:stop], leaving, axis=1)
-    return drawn[:, :count]
-
-
-def _stream(
-    pool: SortedPool,
-    costs: Array,
-    classes: Indices | None,
-    names: Mapping[int, Hashable],
-    source: _Source,
-    batches: int | None,
+def _from_full_pools(
+    settings: PoolSettings,
+    costs: Sequence[Array],
+    classes: Sequence[Indices] | None,
+    sources: Sequence[Source],
+    turns: Sequence[int | None],
     slots: Sequence[int] | None,
-) -> _Batches:
-    """As many samples come in as leave, so that the pool stays full; without `batches` to a stream's end."""
-    pool_size = pool.settings.capacity
-    class_of = {name: number for number, name in names.items()}
-
-    def labels_of(samples: Indices) -> list[Hashable]:
-        return [None] * len(samples) if classes is None else [names[index] for index in classes[samples].tolist()]
-
-    taken: list[int] = []  # numbers of arrival
-    samples: list[int] = []
-    left: list[int] = []  # the class of each batch
-    missed: list[bool] = []
-    arrivals = [source(pool_size)]
-    is_over = len(arrivals[0]) < pool_size
-    if not is_over:
-        pool.fill(costs[arrivals[0]], None if classes is None else labels_of(arrivals[0]))
-    add, take = pool.add, pool.take
-    number, slot = pool_size, 0  # of the next arrival, and of the next batch
-    prices: list[float] = []  # of what is read ahead
-    labels: list[Hashable] = []
-    first = pool_size  # and the number of the first of these
-    while not is_over and (batches is None or slot < batches):
-        block = take(slot if slots is None else slots[slot])
-        slot += 1
-        taken += block.numbers
-        samples.append(len(block.numbers))
-        left.append(0 if classes is None else class_of[block.kind])
-        missed.append(block.missed)
-        stop = number + len(block.numbers)
-        while stop > first + len(prices):
-            arrivals.append(ahead := source(_CHUNK))
-            if not len(ahead):
-                break
-            prices = prices[number - first :] + costs[ahead].tolist()
-            labels = labels[number - first :] + labels_of(ahead)
-            first = number
-        is_over = stop > first + len(prices)
-        if not is_over:
-            for index in range(number - first, stop - first):
-                add(first + index, prices[index], labels[index])
-            number = stop
-    return _Batches(
-        np.concatenate(arrivals)[np.array(taken, dtype=np.int64)],
-        np.array(samples, dtype=np.int64),
-        np.array(left, dtype=np.int64),
-        np.array(missed, dtype=np.bool_),
-    )
+) -> list[Batches]:
+    """The batches of all streams from pools that stay full; `turns` are how many each worker of a rank makes."""
+    numbers = np.arange(len(settings.class_shares or [None]))  # of the classes
+    if classes is not None and settings.class_shares is None:
+        shares = shares_of_batches(np.concatenate(classes), np.concatenate(costs), settings)
+        numbers = np.flatnonzero(shares)
+        settings = replace(settings, class_shares={int(number): float(shares[number]) for number in numbers})
+        classes = [np.searchsorted(numbers, own) for own in classes]
+    streams = []
+    for number, source in enumerate(sources):
+        worker, of_stream = number % len(turns), None if classes is None else classes[number]
+        pool = SortedPool(settings, worker)
+        batches = stream_batches(pool, costs[number], of_stream, source, turns[worker], slots)
+        streams.append(batches._replace(classes=numbers[batches.classes]))
+    return streams
 
 
 def _turns(steps: int, worker: int, workers: int) -> int:
@@ -268,43 +189,26 @@ def _turns(steps: int, worker: int, workers: int) -> int:
 
 def _common_steps(batches: Sequence[int], workers: int) -> int:
     """How many batches all ranks have, from those that each stream has."""
-    return min(own * workers + number % workers for number, own in enumerate(batches))
+    return min(count * workers + number % workers for number, count in enumerate(batches))
 
 
-def _join(streams: Sequence[_Batches], lengths: Sequence[Array], steps: int) -> _Batches:
-    """A rank's first batches, of its workers in turn."""
+def _in_turn(streams: Sequence[Batches], lengths: Sequence[Array], steps: int) -> Batches:
+    """A rank's first batches, of its workers in turn; indices are into the workers' lengths one after the other."""
     workers = len(streams)
     if workers == 1 and len(streams[0].samples) == steps:
         return streams[0]
-    before = np.cumsum([0, *(len(own) for own in lengths)])
-    parts = [
-        np.split(own.chosen + first, np.cumsum(own.samples)[:-1]) for own, first in zip(streams, before, strict=False)
+    offsets = np.cumsum([0, *map(len, lengths[:-1])])
+    chosen = [
+        np.split(stream.chosen + offset, np.cumsum(stream.samples)[:-1])
+        for stream, offset in zip(streams, offsets, strict=True)
     ]
     turns = [(step % workers, step // workers) for step in range(steps)]
-    columns = [np.array([own[worker][turn] for worker, turn in turns]) for own in list(zip(*streams, strict=True))[1:]]
-    return _Batches(np.concatenate([parts[worker][turn] for worker, turn in turns]), *columns)
-
-
-def _score(batches: _Batches, lengths: Array) -> tuple[Array, Array]:
-    """The tokens and the longest sample of each batch."""
-    own, starts = lengths[batches.chosen], np.cumsum(batches.samples) - batches.samples
-    return np.add.reduceat(own, starts), np.maximum.reduceat(own, starts)
-
-
-def _source(size: int, rng: np.random.Generator | None, is_endless: bool) -> _Source:
-    """Draws with replacement, or without a `rng` goes around, or once."""
-    if rng is not None:
-        return lambda count: rng.integers(size, size=count)
-    place = 0
-
-    def in_order(count: int) -> Indices:
-        nonlocal place
-        stop = place + count if is_endless else min(place + count, size)
-        taken = np.arange(place, stop) % size
-        place = stop
-        return taken
-
-    return in_order
+    return Batches(
+        np.concatenate([chosen[worker][turn] for worker, turn in turns]),
+        np.array([streams[worker].samples[turn] for worker, turn in turns]),
+        np.array([streams[worker].classes[turn] for worker, turn in turns]),
+        np.array([streams[worker].missed[turn] for worker, turn in turns]),
+    )
 
 
 def _checked_lengths(name: str, lengths: Sequence[ArrayLike]) -> list[Array]:
@@ -319,20 +223,9 @@ def _checked_lengths(name: str, lengths: Sequence[ArrayLike]) -> list[Array]:
     return arrays
 
 
-def _checked_classes(classes: Sequence[ArrayLike] | None, lengths: Sequence[Array]) -> list[Indices] | None:
-    if classes is None:
-        return None
-    kinds = [np.asarray(own) for own in classes]
-    for rank, (own, values) in enumerate(zip(kinds, lengths, strict=True)):
+def _checked_classes(classes: Sequence[ArrayLike], lengths: Sequence[Array]) -> list[Indices]:
+    arrays = [np.asarray(own) for own in classes]
+    for rank, (own, values) in enumerate(zip(arrays, lengths, strict=True)):
         if own.shape != values.shape or own.dtype.kind not in "iub" or (own < 0).any():
             raise ValueError(f"classes of rank {rank} must be an integer of at least 0 for each of its samples")
-    return [own.astype(np.int64) for own in kinds]
-
-
-def _shares(classes: list[Indices], costs: Sequence[Array], settings: PoolSettings) -> dict[Hashable, float]:
-    """The share of the batches that each class has, if all samples are batched."""
-    budget, weights = settings.max_tokens, None
-    if budget is not None:
-        weights = batch_shares(np.concatenate(costs), budget, settings.batch_size)
-    held = np.bincount(np.concatenate(classes), weights=weights)
-    return {label: float(own / held.sum()) for label, own in enumerate(held) if own}
+    return [own.astype(np.int64) for own in arrays]

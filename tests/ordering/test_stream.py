@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from helpers.orders import GOLDEN_LENGTHS
 from helpers.pools import blocks, parity, stream_settings
 from lightning_lengthpool.ordering.efficiency import idle_fraction
-from lightning_lengthpool.ordering.order import stream_draw
 from lightning_lengthpool.ordering.reference_costs import ReferenceCosts
 from lightning_lengthpool.ordering.sorted_pool import SortedPool
+from lightning_lengthpool.ordering.stream.blocks import stream_draw
 
 LENGTHS = [*GOLDEN_LENGTHS, *(2 * length + 1 for length in GOLDEN_LENGTHS)]
 SHARES = {"even": 0.5, "odd": 0.5}
@@ -100,7 +100,7 @@ def test_every_sample_leaves_once(
     for block in found:
         own = [lengths[number] for number in block.numbers]
         assert own == sorted(own) == block.costs
-        assert not classes or {parity(length) for length in own} == {block.kind}
+        assert not classes or {parity(length) for length in own} == {block.class_name}
         if budget is not None and len(own) > 1:
             assert (len(own) * own[-1] if padded else sum(own)) <= budget
 
@@ -178,16 +178,16 @@ def test_a_rank_says_where_it_takes_another_class_than_the_draw_that_all_share(s
         lengths = (2 * rng.choice(TRACE, 4500) + (rng.random(4500) < 0.2)).clip(max=7999)  # one in five is odd
         found = [block for block, _ in blocks(lengths, 200, class_shares=shares, **settings)][:900]
         assert [block.missed for block in found] == [
-            block.kind != own for block, own in zip(found, meant, strict=False)
+            block.class_name != own for block, own in zip(found, meant, strict=False)
         ]
         missed += [block.missed for block in found]
-        assert 0.1 < np.mean([block.kind == "odd" for block in found]) < 0.3
+        assert 0.1 < np.mean([block.class_name == "odd" for block in found]) < 0.3
     assert 0.001 < np.mean(missed) < 0.1  # the pool's own share has its part: p = shares + 0.2 (own - shares)
 
 
 def test_a_class_that_is_missing_leaves_its_slot_to_another() -> None:
     found = [block for block, _ in blocks([2.0] * 20, 10, batch_size=2, class_shares={"even": 0.5, "odd": 0.5})]
-    assert {block.kind for block in found} == {"even"} and any(block.missed for block in found)
+    assert {block.class_name for block in found} == {"even"} and any(block.missed for block in found)
     assert not all(block.missed for block in found)
 
 

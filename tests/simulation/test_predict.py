@@ -275,7 +275,8 @@ list(parallel.spread(job, [0, 1], [9, 9]))
 """
 
 
-def test_a_plain_script_with_threads_spreads_its_work_and_ends_at_ctrl_c():
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed"])
+def test_a_plain_script_with_threads_spreads_its_work_and_leaves_no_process_behind(end):
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT],
         stdout=subprocess.PIPE,
@@ -285,7 +286,10 @@ def test_a_plain_script_with_threads_spreads_its_work_and_ends_at_ctrl_c():
     )
     assert process.stdout.readline() == "[(0, 2.0), (1, 1.0)]\n"
     children = [int(process.stdout.readline()) for _ in range(2)]
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    _, errors = process.communicate(timeout=60)
-    assert errors.count("KeyboardInterrupt") == 1 and process.returncode != 0
-    assert not any(os.path.exists(f"/proc/{child}") for child in children)
+    if end == signal.SIGINT:
+        os.killpg(process.pid, end)  # as a terminal does
+    else:
+        process.kill()
+    _, errors = process.communicate(timeout=60)  # until the last of them has closed its output
+    assert errors.count("KeyboardInterrupt") == (end == signal.SIGINT) and process.returncode != 0
+    assert end == signal.SIGKILL or not any(os.path.exists(f"/proc/{child}") for child in children)

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from lightning_lengthpool.ordering import efficiency
-from lightning_lengthpool.ordering.order import ORDERS, order_pool, stream_draw
+from lightning_lengthpool.ordering.order import ORDERS, order_pool
 from lightning_lengthpool.ordering.reference_costs import ReferenceCosts
 from lightning_lengthpool.ordering.settings import PoolSettings
-from lightning_lengthpool.ordering.sorted_pool import SortedPool, even_slots
+from lightning_lengthpool.ordering.sorted_pool import SortedPool
+from lightning_lengthpool.ordering.stream.blocks import even_slots, stream_draw
 from lightning_lengthpool.simulation.simulate import simulate
 
 
@@ -133,7 +134,7 @@ def test_stream_with_classes():
     share = np.concatenate(classes).mean()
     by_hand = SortedPool(replace(settings, class_shares={0: 1 - share, 1: share}))
     blocks = sorted_pool_by_hand(lengths[2], by_hand, 200, 300, classes[2].tolist())
-    assert result.classes[:, 2].tolist() == [block.kind for block in blocks]
+    assert result.classes[:, 2].tolist() == [block.class_name for block in blocks]
     assert result.missed[:, 2].tolist() == [block.missed for block in blocks]
     assert (result.classes == result.classes[:, :1]).all(axis=1).mean() > 0.9
     assert result.classes.mean() == pytest.approx(0.3, abs=0.05)

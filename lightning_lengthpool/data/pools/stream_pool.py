@@ -113,7 +113,7 @@ class StreamPool(Pool[StreamState]):
         if not len(self._sorted):
             return None
         block = self._take()
-        return Slot(self._entries(block.numbers), block.costs, block.kind, block.meant)
+        return Slot(self._entries(block.numbers), block.costs, block.class_name, block.meant_class)
 
     def take_nearest(self, slot: Slot) -> Slot:
         last = self._slots - 1
@@ -249,7 +249,7 @@ class StreamPool(Pool[StreamState]):
             block = self._take()
             left = list(block.numbers)
             for _ in range(self._again.get(self._slots - 1, 0)):
-                left += self._take_numbers(block.costs, block.kind)[0]
+                left += self._take_numbers(block.costs, block.class_name)[0]
             for number in left:
                 del self._held[number]
 

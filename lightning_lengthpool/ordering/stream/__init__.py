@@ -1,0 +1,1 @@
+"""Policy `stream`: which block of a sorted pool leaves, on plain numbers."""
