@@ -5,6 +5,7 @@ become dicts, lists, tuples, strings, bytes and numbers, and come back from them
 direction, so a checkpoint that somebody else has written can do no more than name a position in the data.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ from megatron.energon.state import FlexState
 ClassT = TypeVar("ClassT", bound=type)
 
 _OBJECT = "__object__"  # the key under which a dict tells which dataclass it was
-_OBJECTS: dict[str, tuple[type, frozenset[str]]] = {SliceState.__name__: (SliceState, frozenset())}
+_OBJECTS: dict[str, tuple[Any, frozenset[str]]] = {SliceState.__name__: (SliceState, frozenset())}
 
 
 def plain_state(*plain: str) -> Callable[[ClassT], ClassT]:
@@ -54,8 +55,9 @@ def to_plain(value: Any, known: dict[int, Any] | None = None) -> Any:
         raise TypeError(f"a data set's state holds a {type(value).__module__}.{name}, which cannot be saved")
     if id(value) not in known:
         form: dict[str, Any] = {_OBJECT: name}
-        for field, item in vars(value).items():
-            form[field] = item if field in plain else to_plain(item, known)
+        for field in dataclasses.fields(cls):
+            item = getattr(value, field.name)
+            form[field.name] = item if field.name in plain else to_plain(item, known)
         known[id(value)] = form
     return known[id(value)]
 
