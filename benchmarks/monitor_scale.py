@@ -3,7 +3,7 @@
     python benchmarks/monitor_scale.py [--ranks 512]
 
 The records are planted: lengths of a lognormal distribution, compute in proportion to padded tokens with 2 % noise. The
-exchange is what `Journal.add` does with the records of 50 steps, one sample a batch, `steps.csv` included, without a
+exchange is what `RunWriter.add` does with the records of 50 steps, one sample a batch, `steps.csv` included, without a
 logger: the median of 5, after the first. The findings are those at the end of a fit, from 1,000 lengths of each rank.
 """
 
@@ -14,11 +14,14 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_lengthpool.monitor.callback import SAMPLED_LENGTHS
-from lightning_lengthpool.monitor.run_log import Journal
+from lightning_lengthpool.monitor.fit_monitor import SAMPLED_LENGTHS
+from lightning_lengthpool.monitor.run_files import RunFiles
+from lightning_lengthpool.monitor.run_log import RunLog
+from lightning_lengthpool.monitor.run_writer import RunWriter
 from lightning_lengthpool.runs.causes import CauseTracker, Summary
 from lightning_lengthpool.runs.findings import findings
 from lightning_lengthpool.runs.records import COLUMNS
+from lightning_lengthpool.runs.run_json import About
 
 STEPS = 50  # between two exchanges
 SETTINGS = {
@@ -55,14 +58,14 @@ def records(ranks: int, steps: int, batch_size: int = 1) -> np.ndarray:
 def exchange(ranks: int) -> float:
     rows, seconds = records(ranks, 6 * STEPS), []
     with tempfile.TemporaryDirectory() as folder:
-        about = {"hosts": ["host"] * ranks, "workers": [1] * ranks, "settings": {}, "measured": True}
-        limits = {"max_rows": 1_000_000, "alert_idle": None, "alert_windows": 3}
-        journal = Journal(Path(folder), loggers=[], **about, **limits)
-        journal.start(0)
+        hosts = ["host"] * ranks
+        files, about = RunFiles(Path(folder), 1_000_000), About(hosts=hosts, workers_by_rank=[1] * ranks)
+        writer = RunWriter(RunLog(hosts), files, [], about, measured=True)
+        writer.start(0, None, {})
         for first in range(0, 6 * STEPS, STEPS):
             part = rows[:, first : first + STEPS].copy()
             started = time.process_time()
-            journal.add(part)
+            writer.add(part)
             seconds.append(time.process_time() - started)
     return float(np.median(seconds[1:]))
 
@@ -83,8 +86,8 @@ def main() -> None:
     for name, settings in SETTINGS.items():
         of_run = summary(options.ranks, settings["batch_size"] or 4)
         started = time.process_time()
-        said = findings(of_run, lengths=lengths, settings=settings)
-        print(f"findings, {name}: {time.process_time() - started:.1f} s: {said[0]}", flush=True)
+        sentences = findings(of_run, lengths=lengths, settings=settings)
+        print(f"findings, {name}: {time.process_time() - started:.1f} s: {sentences[0]}", flush=True)
 
 
 if __name__ == "__main__":

@@ -205,40 +205,9 @@ class FittedCost(CostModel):
     """
 
     def __init__(self, path: str | Path) -> None:
-        from lightning_lengthpool.runs.causes import MIN_MICRO_BATCHES, CauseTracker
-        from lightning_lengthpool.runs.run import find_steps
-        from lightning_lengthpool.runs.steps_file import read_steps
+        from lightning_lengthpool.runs.run import fit_of
 
-        file = find_steps(path)
-        steps = read_steps(file)
-        measured = np.isfinite(steps["compute_seconds"])
-        if not measured.any():
-            raise ValueError(
-                f"FittedCost: in {file} no compute seconds were measured, so there is nothing to fit. SyncMonitor "
-                "measures them on a single device and under DDP, if no collective runs within the step."
-            )
-        if np.count_nonzero(measured) < MIN_MICRO_BATCHES:
-            raise ValueError(
-                f"FittedCost: {file} has {np.count_nonzero(measured)} measured micro-batches, expected at least "
-                f"{MIN_MICRO_BATCHES}"
-            )
-        count = len(np.unique(steps["step"]))
-        tracker = CauseTracker(window=max(50, -(-count // 20)))  # so that of a file of any size all steps count
-        tracker.add(steps)
-        tracker.finish()
-        fit = tracker.summary().reference
-        if fit is None:
-            raise ValueError(f"FittedCost: {file} has one step only, which contains the start-up")
-        # each rank was fitted by itself, so only what differs within a rank tells what a token costs
-        seconds, rank = fit.seconds(steps["padded_tokens"], steps["longest"]), steps["rank"]
-        own = [seconds[measured & (rank == number)] for number in np.unique(rank[measured])]
-        low, high = np.quantile(np.concatenate([values / np.median(values) for values in own]), [0.05, 0.95])
-        if not (fit.b > 0 and high - low > 0.05):
-            raise ValueError(
-                f"FittedCost: in {file} the time of a batch hardly grows with its tokens (a rank's are {low:.2f} to "
-                f"{high:.2f} times its median), so what a token costs cannot be told. Measure a run whose batches "
-                "differ in size (policy 'none', no token budget), on a model that is not bound by its overhead."
-            )
+        fit = fit_of(path, "FittedCost")
         self.k = float(f"{fit.k:.6g}")
         self.per_batch = float(f"{max(fit.a, 0.0) / fit.b:.6g}")
 

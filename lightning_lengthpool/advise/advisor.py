@@ -1,6 +1,5 @@
 """Lengths of a data set and today's settings -> what is wasted, why, and one recommendation with its reasons."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,12 +11,19 @@ from lightning_lengthpool.advise.advice import Advice, Plan
 from lightning_lengthpool.advise.check_context import Evidence
 from lightning_lengthpool.advise.checks import MEMORY_SHARE, check_all
 from lightning_lengthpool.advise.choice import Choice, choose, needs_stream, recommend
-from lightning_lengthpool.advise.differences import difference_of_ranks
-from lightning_lengthpool.advise.facts import batch_samples, bound, cost_of, describe, ranks_on_node, relate
+from lightning_lengthpool.advise.facts import bound, cost_of, describe, ranks_on_node, relate
 from lightning_lengthpool.ordering.settings import PoolSettings
-from lightning_lengthpool.report.words import number, ranks
 from lightning_lengthpool.runs.causes import Summary
+from lightning_lengthpool.runs.distribution import difference_of_ranks
 from lightning_lengthpool.runs.run import Run
+from lightning_lengthpool.runs.words import number, ranks
+from lightning_lengthpool.simulation.choose import (
+    POOL_SIZES,
+    batch_samples,
+    cases_to_try,
+    samples_without_pool,
+    sizes_to_try,
+)
 from lightning_lengthpool.simulation.predict import Case, Lengths, predict
 from lightning_lengthpool.simulation.uncertainty import Seconds, costs_of
 
@@ -27,9 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["Advice", "Plan", "advise"]
 
 Array = NDArray[np.float64]
-
-POOL_SIZES = (100, 300, 1000, 3000, 10_000)
-_LARGE = 3000  # a larger pool hardly needs reference lengths
 
 
 def advise(
@@ -68,7 +71,7 @@ def advise(
         for value in values:
             if value < 1:
                 raise ValueError(f"{name} has {value}, expected integers of at least 1")
-    batch = batch_samples(survey.costs, plan)
+    batch = batch_samples(survey.costs, plan.batch_size, plan.max_tokens)
     summary = None if run is None else run.causes
     price = _price(survey, plan, batch, summary, "" if run is None else run.name)
     difference = None
@@ -78,8 +81,14 @@ def advise(
     known = _known(survey, plan, price, is_iid)
 
     worlds = list(dict.fromkeys((plan.world_size, *world_sizes)))
-    sizes = _pool_sizes(pool_sizes or POOL_SIZES, plan, survey, batch, machine_bytes)
-    baselines = {world: _baseline(plan, survey.costs, world) for world in worlds}
+    rank_samples = None if survey.rank_samples is None else min(survey.rank_samples)
+    room = None
+    if machine_bytes is not None and survey.sample_bytes:
+        room = MEMORY_SHARE * machine_bytes / (survey.sample_bytes * plan.pools * ranks_on_node(plan))
+    wanted = (*(pool_sizes or POOL_SIZES), *([plan.pool_size] if plan.is_active else []))
+    sizes = sizes_to_try(wanted, batch, pools=plan.pools, rank_samples=rank_samples, room=room)
+    off = PoolSettings(samples_without_pool(survey.costs, plan.batch_size, plan.max_tokens), 0, "none", plan.seed)
+    baselines = {world: Case(off, world, plan.accumulate) for world in worlds}
     sweep = [case for world in worlds for case in _sweep(plan, survey, world, sizes, is_iid)]
     now = plan.case if plan.is_active else baselines[plan.world_size]
     cases = list(dict.fromkeys((now, *baselines.values(), *sweep)))
@@ -96,7 +105,7 @@ def advise(
         candidates=[predicted[case] for case in sweep if case.world_size == plan.world_size],
         costs=costs,
         machine_bytes=machine_bytes,
-        rank_share=None if survey.rank_samples is None else min(survey.rank_samples),
+        rank_share=rank_samples,
     )
     best = choose(choice)
     relation = relate(plan, survey, batch, best.case)
@@ -143,14 +152,14 @@ class _Price(NamedTuple):
 
 
 def _price(survey: "Survey", plan: Plan, batch: float, summary: Summary | None, name: str) -> _Price:
-    lengths, fit = survey.lengths_by_rank(), None if summary is None else summary.reference
+    lengths, fitted = survey.lengths_by_rank(), None if summary is None else summary.seconds
     costs = "" if plan.cost is None else f"the costs of {plan.cost}"
     if costs and not plan.is_padded and batch > 1:
         costs += ", as if all samples of a batch were as dear as its dearest"
     if costs and not _tells_cost(survey):
         return _Price(survey.costs_by_rank(), None, costs)
-    if summary is not None and fit is not None and summary.by == "seconds" and fit.b > 0:
-        return _Price(lengths, fit.seconds, f"seconds, by a fit of the run {name}")
+    if fitted is not None:
+        return _Price(lengths, fitted, f"seconds, by a fit of the run {name}")
     if not costs:
         return _Price(lengths, None, "padded tokens")
     known, first = np.unique(survey.lengths, return_index=True)
@@ -175,51 +184,18 @@ def _known(survey: "Survey", plan: Plan, price: _Price, is_iid: bool) -> Lengths
     )
 
 
-def _baseline(plan: Plan, costs: Array, world_size: int) -> Case:
-    """The same without a pool: batches of as many samples; with a token budget of as many as always fit."""
-    batch_size = plan.batch_size or 1
-    if plan.max_tokens is not None:
-        fits = max(1, int(plan.max_tokens // max(1.0, float(costs.max()))))
-        batch_size = fits if plan.batch_size is None else min(fits, plan.batch_size)
-    return Case(PoolSettings(batch_size, 0, "none", plan.seed), world_size, plan.accumulate)
-
-
-def _pool_sizes(
-    wanted: Sequence[int], plan: Plan, survey: "Survey", batch: float, machine_bytes: int | None
-) -> list[int]:
-    """Pool sizes of the sweep: at least a batch; and today's, and the largest that fits, where memory is the limit."""
-    least = max(1, math.ceil(batch))
-    sizes = {size for size in wanted if size >= least}
-    if plan.is_active and plan.pool_size >= least:
-        sizes.add(plan.pool_size)
-    if machine_bytes is not None and survey.sample_bytes:
-        fits = MEMORY_SHARE * machine_bytes / (survey.sample_bytes * plan.pools * ranks_on_node(plan))
-        if least <= fits < max(sizes, default=math.inf):
-            step = 10 ** max(0, math.floor(math.log10(fits)) - 1)  # two digits
-            sizes.add(max(least, int(fits // step) * step))
-    share = None if survey.rank_samples is None else min(survey.rank_samples) // plan.pools
-    if share is not None and share >= least and not any(size <= share for size in sizes):
-        sizes.add(share)
-    return sorted(sizes) or [10 * least]
-
-
 def _sweep(plan: Plan, survey: "Survey", world_size: int, sizes: Sequence[int], is_iid: bool) -> list[Case]:
     """The cases of one world size; with reference lengths, one question more, at today's only.
 
     Where the ranks' lengths are distributed differently, a reference is left out: at first each pool lets the lengths
     go that all have, and only later what has piled up in it, which a prediction of some steps does not see.
     """
-    policies = ["pool", "blocks", "stream"]
-    if needs_stream(plan) or survey.classes is not None:
-        policies = ["stream"]
-    elif (plan.batch_size or 1) == 1:
-        policies = ["pool", "stream"]  # 'blocks' is 'pool' by another name
-    cases = [replace(plan, world_size=world_size).with_pool(policy, size) for policy in policies for size in sizes]
-    if world_size == plan.world_size > 1 and is_iid and not plan.has_reference and _tells_cost(survey):
-        cases += [
-            replace(case, has_reference=True) for case in cases if case.policy == "stream" and case.pool_size <= _LARGE
-        ]
-    return cases
+    return cases_to_try(
+        replace(plan, world_size=world_size).with_pool,
+        sizes,
+        needs_stream=needs_stream(plan) or survey.classes is not None,
+        may_refer=world_size == plan.world_size > 1 and is_iid and _tells_cost(survey),
+    )
 
 
 def _tells_cost(survey: "Survey") -> bool:

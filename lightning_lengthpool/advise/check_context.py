@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightning_lengthpool.advise.advice import Check, Cost, Plan, Relation
-from lightning_lengthpool.advise.differences import Difference
-from lightning_lengthpool.runs.findings import compact_ranges
+from lightning_lengthpool.runs.distribution import Difference
+from lightning_lengthpool.runs.words import ranks_named
 from lightning_lengthpool.simulation.predict import Prediction
 
 if TYPE_CHECKING:
@@ -60,5 +60,4 @@ def some(numbers: Sequence[int]) -> str:
         >>> some([3]), some([0, 1, 2, 7])
         ('rank 3', 'ranks 0-2, 7')
     """
-    name = "rank" if len(numbers) == 1 else "ranks"
-    return f"{name} {compact_ranges(numbers[:8])}{' and others' if len(numbers) > 8 else ''}"
+    return ranks_named(numbers[:8]) + (" and others" if len(numbers) > 8 else "")

@@ -6,7 +6,7 @@ from lightning_lengthpool.advise import data_checks as data
 from lightning_lengthpool.advise.advice import Check
 from lightning_lengthpool.advise.check_context import Evidence, found, not_made, passed, some
 from lightning_lengthpool.advise.facts import ranks_on_node
-from lightning_lengthpool.report.words import megabytes, number, ranks
+from lightning_lengthpool.runs.words import megabytes, number, ranks
 
 MEMORY_SHARE = 0.5  # of a machine: the rest is for the model, batches under way and the page cache
 BATCHES_IN_POOL = 10  # a pool of fewer is too small

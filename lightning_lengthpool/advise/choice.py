@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from lightning_lengthpool.advise.advice import Causes, Check, Cost, Plan, Recommendation
 from lightning_lengthpool.advise.checks import MEMORY_SHARE
-from lightning_lengthpool.advise.facts import NAMED_FROM, waste
-from lightning_lengthpool.report.words import duration, interval, megabytes, number, percent, ranks, setting
-from lightning_lengthpool.runs.findings import WORTH
+from lightning_lengthpool.ordering.efficiency import WORTH
+from lightning_lengthpool.runs.findings import NAMED_FROM
+from lightning_lengthpool.runs.words import duration, interval, megabytes, number, percent, ranks, setting
+from lightning_lengthpool.simulation.choose import Chooser, waste
 from lightning_lengthpool.simulation.predict import Case, Prediction
 
 
@@ -41,39 +42,26 @@ class Choice:
         need = self.costs[case].node_bytes
         return need is None or self.machine_bytes is None or need <= MEMORY_SHARE * self.machine_bytes
 
+    @property
+    def chooser(self) -> Chooser:
+        """The rule by which one is chosen."""
+        return Chooser(
+            self.today,
+            self.baseline,
+            needs_stream=needs_stream(self.plan),
+            pools=self.plan.pools,
+            rank_samples=self.rank_share,
+            fits=self.fits,
+        )
+
     def is_within_share(self, case: Case) -> bool:
         """Whether a rank has enough samples to fill its pools."""
-        return self.rank_share is None or case.pool_size * self.plan.pools <= self.rank_share
+        return self.chooser.is_within_share(case)
 
 
 def choose(choice: Choice) -> Prediction:
-    """The setting to recommend.
-
-    A change has to earn its keep: another policy, a file of reference lengths, and each tripling of the pool each have
-    to save two points of waste (`WORTH`), or as much as today's prediction may be off, if that is more. The least of
-    `waste + worth x changes` wins, of those settings that fit into memory and into a rank's share of the data; today's
-    stays if they save less than that together. No pool is recommended if none saves two points.
-    """
-    plan, today = choice.plan, choice.today
-    possible = [found for found in choice.candidates if choice.fits(found.case) and choice.is_within_share(found.case)]
-    least = min([*possible, choice.baseline], key=waste)
-    if waste(choice.baseline) - waste(least) < WORTH and not needs_stream(plan):
-        return choice.baseline
-    is_possible = choice.fits(today.case) and choice.is_within_share(today.case)
-    if not possible:
-        return today if choice.fits(today.case) else choice.baseline
-    worth = max(WORTH, (today.idle.high - today.idle.low) / 2)
-    smallest = min(found.case.pool_size for found in possible)
-
-    def price(found: Prediction) -> tuple[float, int]:
-        case = found.case
-        tripled = math.log(case.pool_size / max(today.case.pool_size, smallest), 3)
-        changes = (case.policy != today.case.policy) + (case.has_reference != today.case.has_reference)
-        # rounded: of settings that are as good the smallest pool
-        return round(waste(found) + worth * (changes + max(0.0, tripled)), 3), case.pool_size
-
-    best = min(possible, key=price)
-    return today if is_possible and waste(today) - waste(best) < worth else best
+    """The setting to recommend."""
+    return choice.chooser.choose(choice.candidates)
 
 
 def needs_stream(plan: Plan) -> bool:

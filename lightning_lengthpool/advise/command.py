@@ -1,6 +1,5 @@
 """`advise`: what the length pool would do for a configuration's data, before anything is trained."""
 
-import csv
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from lightning_lengthpool.advise.output import print_advice
 from lightning_lengthpool.advise.plan import limit, machine_bytes, make_data, plan_of, workers_by_rank
 from lightning_lengthpool.advise.scan.scan import Survey, survey, survey_of_lengths
 from lightning_lengthpool.data.datamodule import LengthPoolDataModule
-from lightning_lengthpool.ordering.lengths_file import read_lengths
+from lightning_lengthpool.ordering.lengths_file import read_lengths, write_lengths
 from lightning_lengthpool.ordering.local_paths import file_path
 from lightning_lengthpool.ordering.settings import check_integer, check_positive
 from lightning_lengthpool.report.out_folder import make_out
@@ -201,11 +200,12 @@ def _advise(subject: _Subject, worlds: Sequence[int], run: Run | None, out: str)
     for note in subject.notes:
         print(f"NOTE: {note}")
     print_advice(advice)
-    from lightning_lengthpool import figures  # Matplotlib takes its time to load
+    from lightning_lengthpool.advise.figure import advice_figure  # Matplotlib takes its time to load
+    from lightning_lengthpool.report.figures import png
 
     folder = Path(out)
     write_json(advice.as_json(), folder / ADVICE)
-    (folder / FIGURE).write_bytes(figures.png(figures.advice_figure(advice)))
+    (folder / FIGURE).write_bytes(png(advice_figure(advice)))
     print(f"Lengths: {subject.plan.lengths_file}. Written: {folder / 'advice.json'} and {folder / 'advice.png'}")
     return advice
 
@@ -229,9 +229,4 @@ def _write_lengths(found: Survey, out: str, source: str | Path | None = None) ->
     if _is_in_use(out, source):
         print(f"Kept as it is, for it is in use: {path}")
         return
-    kinds = found.classes
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(("tokens",) if kinds is None else ("tokens", "class"))
-        numbers = (f"{length:.15g}" for length in found.lengths)
-        writer.writerows(((number,) for number in numbers) if kinds is None else zip(numbers, kinds, strict=True))
+    write_lengths(path, found.lengths, found.classes)

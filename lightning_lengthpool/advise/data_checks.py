@@ -2,10 +2,10 @@
 
 from lightning_lengthpool.advise.advice import Check
 from lightning_lengthpool.advise.check_context import Evidence, found, not_made, passed, some
-from lightning_lengthpool.advise.differences import SURE, drift_of
-from lightning_lengthpool.advise.facts import waste
-from lightning_lengthpool.report.words import number, percent, ranks
-from lightning_lengthpool.runs.findings import WORTH
+from lightning_lengthpool.ordering.efficiency import WORTH
+from lightning_lengthpool.runs.distribution import SURE, drift_of
+from lightning_lengthpool.runs.words import number, percent, ranks
+from lightning_lengthpool.simulation.choose import waste
 
 STRETCH = 1000  # samples of a stretch, where no pool says how many it sees
 _TOLERANCE = 0.02  # of a batch's tokens

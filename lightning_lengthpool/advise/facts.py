@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 
 from lightning_lengthpool.advise.advice import Bottleneck, Causes, Cost, Distribution, Outliers, Plan, Relation
 from lightning_lengthpool.ordering.sorted_pool import HISTORY, SNAPSHOT_SAMPLES
-from lightning_lengthpool.ordering.stream.budget import batch_shares
-from lightning_lengthpool.report.words import number, percent, ranks
 from lightning_lengthpool.runs.causes import Summary
+from lightning_lengthpool.runs.findings import NAMED_FROM
+from lightning_lengthpool.runs.words import number, percent, ranks
 from lightning_lengthpool.simulation.predict import Case, Prediction
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ Array = NDArray[np.float64]
 
 PERCENTILES = (5, 25, 50, 75, 90, 95, 99, 100)
 OUTLIERS = (0.01, 0.05)
-NAMED_FROM = 0.05  # a smaller part of the time is no cause worth a sentence
 _BINS = 12
 _SPREAD = 8.0  # longest of most / shortest of most, from which on a histogram is logarithmic
 _FEW = 100  # lengths, of which nothing can be said about the longest 1 %
@@ -119,13 +118,6 @@ def _edges(lengths: Array) -> Array:
     return np.unique(np.concatenate(([low], inner[(inner > low) & (inner < high)], [high])))
 
 
-def batch_samples(costs: Array, plan: Plan) -> float:
-    """Samples of a batch; with a token budget about as many as it has on average: `1 / mean batch share`."""
-    if plan.max_tokens is None:
-        return float(plan.batch_size or 1)
-    return 1 / float(batch_shares(costs, plan.max_tokens, plan.batch_size).mean())
-
-
 def full_pool(case: Case) -> int:
     """Samples of a full pool: 'blocks' and 'stream' round down to whole batches."""
     return 0 if case.settings.is_off else case.settings.capacity
@@ -204,11 +196,6 @@ def relate(plan: Plan, survey: "Survey", batch: float, best: Case) -> Relation:
             f"{then * plan.pools:,} samples to choose from"
         )
     return Relation(batch, size / batch, held, share, tuple(relation))
-
-
-def waste(prediction: Prediction) -> float:
-    """Idle and padding in one number: `1 - (1 - idle) (1 - padding)`."""
-    return 1 - (1 - prediction.idle.mean) * (1 - prediction.padding.mean)
 
 
 def bound(

@@ -195,7 +195,8 @@ class LengthPoolDataModule(DataHooks):
 
         Returns:
             `policy`, `batch_size`, `num_workers`, `pool_size`; `rank_samples`, how many samples of the training split
-            fall to one rank (None if the data cannot be read); with a token budget `max_tokens`.
+            fall to one rank (None if the data cannot be read); with a token budget `max_tokens`; `has_reference` and
+            `has_classes`.
         """
         settings, budget = self.settings, self.settings.max_tokens
         try:
@@ -208,5 +209,7 @@ class LengthPoolDataModule(DataHooks):
             "num_workers": self.source.num_workers,
             "pool_size": settings.pool_size,
             "rank_samples": rank_samples,
+            "has_reference": self.reference_lengths is not None,
+            "has_classes": self.class_fn is not None,
             **({} if budget is None else {"max_tokens": float(budget)}),
         }

@@ -6,42 +6,17 @@ pass, past whatever DDP exchanges before it, to the rank's last local gradient. 
 backward pass returns is waiting.
 """
 
-import math
-import socket
-import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
-from lightning_lengthpool.monitor.compute_hooks import ComputeHooks
-from lightning_lengthpool.monitor.fetch_timer import FetchTimer
-from lightning_lengthpool.monitor.recorder import CudaStepRecorder, StepRecorder
-from lightning_lengthpool.monitor.reservoir import Reservoir
-from lightning_lengthpool.monitor.run_folder import base_folder
-from lightning_lengthpool.monitor.run_log import Journal
-from lightning_lengthpool.ranks.store import ALONE_SECONDS, gather
-from lightning_lengthpool.runs.records import COLUMNS
-
-SAMPLED_LENGTHS = 1000  # of each rank: enough for the advice at the end
-
-UNSUPPORTED = (
-    "SyncMonitor: {strategy} communicates during the forward and backward pass, so a rank's own compute seconds "
-    "cannot be measured; idle fractions come from padded tokens. A single device and DDP can be measured."
-)
-NO_LENGTHS = (
-    "SyncMonitor does not know the samples' lengths: the train loader ({loader}) does not report them. Use "
-    "LengthPoolDataModule, whose loader does, or pass SyncMonitor(length_fn=...), a function from a batch to a list "
-    "with the length of each of its samples."
-)
+from lightning_lengthpool.monitor.fit_monitor import FitMonitor, step_number
+from lightning_lengthpool.monitor.run_files import RunFiles, base_folder
+from lightning_lengthpool.monitor.run_log import RunLog
+from lightning_lengthpool.monitor.run_writer import RunWriter
 
 
 class SyncMonitor(Callback):
@@ -126,225 +101,93 @@ class SyncMonitor(Callback):
         self.max_rows = max_rows
         self.log_figures = log_figures
         self.alert_idle, self.alert_windows = alert_idle, alert_windows
-        self._recorder = StepRecorder()
-        self._hooks: ComputeHooks | None = None
-        self._fetches: FetchTimer | None = None
-        self.journal: Journal | None = None
+        self._fit: FitMonitor | None = None
         self._base: Path | None = None
-        self._run: str | None = None  # of the checkpoint or the fit that this one goes on from, see `Journal.run`
-        self._training = self._is_ddp = False
+        self._run: str | None = None  # of the checkpoint or the fit that this one goes on from, see `RunFiles.run`
+
+    @property
+    def writer(self) -> RunWriter | None:
+        """What keeps the records of the present or the last fit, on global rank zero once its training has begun."""
+        return None if self._fit is None else self._fit.writer
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":  # of a trainer that goes on, for a new one is at step 0 until its checkpoint is there
-            self._run = self.journal.run if self.journal is not None and _step_number(trainer) > 0 else None
+            goes_on = self.writer is not None and step_number(trainer) > 0
+            self._run = self.writer.files.run if self.writer is not None and goes_on else None
 
     def state_dict(self) -> dict[str, Any]:
-        run = (self.journal.run if self.journal is not None else None) or self._run
+        run = (self.writer.files.run if self.writer is not None else None) or self._run
         return {} if run is None else {"run": run}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._run = state_dict.get("run")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._base = base_folder(trainer) if trainer.is_global_zero and not trainer.fast_dev_run else None
-        self.journal = None
-        self._training = False
+        is_dry = getattr(trainer, "fast_dev_run", False)
+        self._base = base_folder(trainer) if trainer.is_global_zero and not is_dry else None
+        self._remove_hooks()
+        self._fit = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.length_fn is None and not hasattr(trainer.train_dataloader, "pop_record"):
-            raise MisconfigurationException(NO_LENGTHS.format(loader=type(trainer.train_dataloader).__name__))
-        self._recorder = CudaStepRecorder() if pl_module.device.type == "cuda" else StepRecorder()
-        self._lengths = Reservoir(SAMPLED_LENGTHS)
-        self._steps = 0
-        self._finished = -1  # the last step whose micro-batches are all there
-        self._rows = np.empty((0, len(COLUMNS)))
-        self._flushes = 0
-        # under tensor parallelism the global rank is not the data-parallel one; the sampler's is
-        sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
-        self._rank, self._ranks = int(sampler.get("rank", 0)), int(sampler.get("num_replicas", 1))
-        self._is_ddp = is_ddp = isinstance(trainer.strategy.model, DistributedDataParallel)
-        measured = is_ddp or isinstance(trainer.strategy, SingleDeviceStrategy)
-        if not measured:
-            rank_zero_warn(UNSUPPORTED.format(strategy=type(trainer.strategy).__name__))
         self._remove_hooks()
-        self._fetches = FetchTimer(trainer)
-        if measured:
-            self._hooks = ComputeHooks(pl_module, self._recorder, is_ddp)
-        settings = _settings(trainer)
-        hosts, workers, self._name = self._agree(trainer, settings.get("num_workers"))
-        if trainer.is_global_zero:
-            self.journal = Journal(
-                self._base,
-                loggers=trainer.loggers,
-                hosts=hosts,
-                workers=workers,
-                settings=settings,
-                max_rows=self.max_rows,
-                alert_idle=self.alert_idle,
-                alert_windows=self.alert_windows,
-                measured=measured,
-            )
+        files = RunFiles(self._base, self.max_rows) if trainer.is_global_zero else None
+        self._fit = FitMonitor(trainer, pl_module, self.length_fn, files, self._log)
+
+    def _log(self, hosts: Sequence[str]) -> RunLog:
+        return RunLog(hosts, self.alert_idle, self.alert_windows)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        pop_record = getattr(trainer.train_dataloader, "pop_record", None)  # a fit may have several loaders
-        record = pop_record() if pop_record else None
-        lengths = _checked(self.length_fn(batch), batch_idx) if self.length_fn else record.lengths
-        self._lengths.add(lengths)
-        known = self._fetches.last() or ()
-        if record:
-            known = (record.fetch_started, record.data_seconds, getattr(record, "missed", False))
-        step = _step_number(trainer)
-        if not self._training:  # not earlier, for only now a resumed loop has counted the step that its checkpoint ends
-            self._training = True
-            if self.journal is not None:
-                self.journal.start(step, self._run)
-        self._recorder.begin(step, lengths, *known)
-        if self._hooks is not None:
-            self._hooks.start_batch()
+        if self._fit is not None:
+            self._fit.start_batch(batch, batch_idx, self._run)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        if self._hooks is not None:
-            self._hooks.start_backward()
+        if self._fit is not None:
+            self._fit.start_backward()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._hooks is not None:
-            self._hooks.end_backward()
+        if self._fit is not None:
+            self._fit.end_backward()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._recorder.end(needs_reduction=self._is_ddp and not pl_module.automatic_optimization)
-        if trainer.fit_loop._should_accumulate():
+        if self._fit is None:
             return
-        self._finished = _step_number(trainer)
-        self._steps += 1
-        if self._steps % self.every_n_steps == 0:
-            idle = self._exchange(trainer)
-            if idle is not None:
-                self.log("idle%", 100 * idle, prog_bar=True, logger=False, batch_size=1, rank_zero_only=True)
+        idle = self._fit.end_batch(self.every_n_steps, is_automatic=pl_module.automatic_optimization)
+        if idle is not None:
+            pl_module.log("idle%", 100 * idle, prog_bar=True, logger=False, batch_size=1, rank_zero_only=True)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._recorder.interrupt()
+        self._interrupt()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._recorder.interrupt()
+        self._interrupt()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._recorder.interrupt()
-        self._flush(trainer)  # a run that resumes from here goes on without a gap
+        self._interrupt()
+        if self._fit is not None:
+            self._fit.flush()  # a run that resumes from here goes on without a gap
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._remove_hooks()
-        self._exchange(trainer)
-        own = torch.from_numpy(np.append(self._rank, self._lengths.padded()))
-        gathered = self._gather(trainer, own).numpy()
-        self._training = False
-        if self.journal is not None:
-            by_rank = {row[0]: row[1:] for row in gathered[::-1]}  # the first of each data rank
-            self.journal.close([own[~np.isnan(own)] for _, own in sorted(by_rank.items())])
+        if self._fit is not None:
+            self._fit.end()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # later than on_train_end, where progress bars are still on the screen
-        if self.journal is not None:
+        if self.writer is not None:
             if self.log_figures:
-                self.journal.log_figures()
-            self.journal.print()
+                self.writer.log_figures()
+            self.writer.print()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._remove_hooks()
-        self._flush(trainer)
-        self._training = False
+        if self._fit is not None:
+            self._fit.fail()
+
+    def _interrupt(self) -> None:
+        """Something else comes between the last micro-batch and the next: a validation, a checkpoint, a new epoch."""
+        if self._fit is not None:
+            self._fit.interrupt()
 
     def _remove_hooks(self) -> None:
-        if self._hooks is not None:
-            self._hooks.remove()
-            self._hooks = None
-        if self._fetches is not None:
-            self._fetches.remove()
-            self._fetches = None
-
-    def _collect(self) -> np.ndarray:
-        """The records of whole steps since the last exchange, shape `[micro-batches, columns]`; they are kept."""
-        self._rows = np.concatenate([self._rows, self._recorder.take(self._rank)])
-        return self._rows[self._rows[:, 0] <= self._finished]
-
-    def _exchange(self, trainer: Trainer) -> float | None:
-        """Gather the records of all ranks for rank zero's journal; there it returns these steps' idle fraction."""
-        own = self._collect()
-        if not len(own):
-            return None
-        self._rows = self._rows[len(own) :]
-        rows = self._gather(trainer, torch.from_numpy(own))
-        return None if self.journal is None else self.journal.add(rows.numpy())
-
-    def _flush(self, trainer: Trainer) -> None:
-        """Let the journal have the records before the next exchange, which still brings all of them.
-
-        Without a collective, for this rank may be alone here, in an exception handler or by a call of the user's.
-        """
-        if not self._training:
-            return
-        own = self._collect()
-        last, self._flushes = f"{self._name}-{self._flushes}", self._flushes + 1
-        if self.journal is None or len(own):
-            progress = trainer.fit_loop.epoch_loop.batch_progress.total
-            seconds = ALONE_SECONDS if progress.ready > progress.processed else None  # in a step others may be stuck
-            name, plain = f"{self._name}-{self._flushes}", torch.from_numpy(own)
-            tensors = gather(plain, self._rank, self._ranks, name, last=last, seconds=seconds)
-            parts = [None if tensor is None else tensor.numpy() for tensor in tensors]
-            if self.journal is not None and all(part is not None for part in parts):
-                count = min(map(len, parts))  # a rank that fails may be a step behind
-                if count:
-                    self.journal.add(np.stack([part[:count] for part in parts]))
-
-    def _gather(self, trainer: Trainer, own: Tensor) -> Tensor:
-        """Stack a tensor of all processes, on the CPU; the shape must be the same everywhere."""
-        if trainer.world_size == 1:
-            return own[None]
-        # strategy.all_gather is the differentiable one, of which torch warns that it will go
-        own = own.to(trainer.strategy.root_device)
-        parts = [torch.empty_like(own) for _ in range(trainer.world_size)]
-        torch.distributed.all_gather(parts, own)
-        return torch.stack(parts).cpu()
-
-    def _agree(self, trainer: Trainer, num_workers: int | None) -> tuple[list[str], list[int | None], str]:
-        """The host name and the number of workers of each data rank, and a name in the store that was never used."""
-        own = socket.gethostname(), num_workers, uuid.uuid4().hex
-        if trainer.world_size == 1:
-            return [own[0]], [own[1]], own[2]
-        found: list[Any] = [None] * trainer.world_size
-        torch.distributed.all_gather_object(found, (self._rank, own))
-        by_rank = [of_rank for _, of_rank in sorted(dict(reversed(found)).items())]
-        hosts, workers, _ = zip(*by_rank, strict=True)
-        return list(hosts), list(workers), found[0][1][2]
-
-
-def _settings(trainer: Trainer) -> dict[str, Any]:
-    """What is known of the data module, or else of the loader."""
-    if hasattr(trainer.datamodule, "pool_settings"):
-        return trainer.datamodule.pool_settings()
-    workers = getattr(trainer.train_dataloader, "num_workers", None)
-    return {"num_workers": workers} if isinstance(workers, int) else {}
-
-
-def _checked(lengths: Any, batch_idx: int) -> list[float]:
-    """What `length_fn` returned, as numbers."""
-    try:
-        numbers = list(map(float, lengths))
-    except TypeError:
-        numbers = None
-    if numbers is None or not all(0 <= number < math.inf for number in numbers):
-        raise ValueError(
-            f"length_fn gave {lengths if numbers is None else numbers} for batch {batch_idx}, expected the length in "
-            "tokens of each of its samples: a list of finite numbers, none of them negative."
-        )
-    return numbers
-
-
-def _step_number(trainer: Trainer) -> int:
-    """The number under which Lightning logs the current `training_step` (its own callbacks read it here too).
-
-    It counts from 0 and goes up with each batch after which an optimizer may step; `trainer.global_step`
-    would count each of several optimizers.
-    """
-    return trainer.fit_loop.epoch_loop._batches_that_stepped
+        if self._fit is not None:
+            self._fit.remove_hooks()

@@ -38,7 +38,7 @@ class ComputeHooks:
             return
         self._remove(self._forward)
 
-        @torch.compiler.disable  # `module.compile()` would trace it
+        @torch.compiler.disable  # type: ignore[untyped-decorator]  # `module.compile()` would trace it
         def enter_forward(*_: Any) -> None:  # a closure, for a copy of the module must not copy a callback
             handle.remove()  # only the first call counts; later ones may come from within a compiled graph
             recorder.start_compute(collectives_issued())
@@ -84,7 +84,8 @@ class ComputeHooks:
         nodes = [get_gradient_edge(param).node if self._is_ddp else None for param in params]
         self._watched = list(zip(params, nodes, strict=True))  # a node lives, and an id is unique, while it is held
         for param, node in self._watched:
-            self._gradients.append(param.register_post_accumulate_grad_hook(gradient_ready))
+            handle = param.register_post_accumulate_grad_hook(gradient_ready)  # type: ignore[no-untyped-call]
+            self._gradients.append(handle)
             if node is not None:
                 self._gradients.append(node.register_hook(reduction_launched))
 
@@ -102,7 +103,7 @@ def collectives_issued() -> int | None:
     try:
         total = 0  # a plain loop, for this runs twice a gradient
         for group in torch.distributed.distributed_c10d._world.pg_map:
-            total += group._get_sequence_number_for_group()
+            total += group._get_sequence_number_for_group()  # type: ignore[attr-defined]
         return total
     except (AttributeError, RuntimeError):
         return None

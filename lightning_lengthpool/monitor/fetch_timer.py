@@ -30,7 +30,7 @@ class FetchTimer:
             self._fetches.append((self._started, time.perf_counter() - self._started))
 
         hooks: dict[str, Callable[..., None]] = {"_on_before_fetch": start, "_on_after_fetch": stop}
-        vars(self._loop).update(hooks)  # on the object, over the methods of its class
+        self._loop.__dict__.update(hooks)  # on the object, over the methods of its class
 
     def last(self) -> tuple[float, float] | None:
         """When the fetch of the batch that is trained on now began, on `time.perf_counter`, and how long it took.
@@ -44,4 +44,4 @@ class FetchTimer:
     def remove(self) -> None:
         """Leave the loop as it was."""
         for name in ("_on_before_fetch", "_on_after_fetch"):
-            vars(self._loop).pop(name, None)
+            self._loop.__dict__.pop(name, None)

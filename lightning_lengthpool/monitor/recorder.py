@@ -1,12 +1,14 @@
-"""One rank's step records, made from marks in time; it knows no Trainer."""
+"""What one rank keeps: its step records, made from marks in time, and a sample of its lengths. It knows no Trainer."""
 
+import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from lightning_lengthpool.ordering import efficiency
 from lightning_lengthpool.runs.records import COLUMNS
@@ -32,7 +34,7 @@ class _MicroBatch:
 
 
 class StepRecorder:
-    """Accumulate one rank's step records from marks in time. It knows no Trainer.
+    """Accumulate one rank's step records from marks in time.
 
     Calls of one micro-batch, in order: `begin`, `start_compute`, any number of rounds of `start_backward`,
     `mark_gradient` (and `after_reduction`, where there is one) and `end_backward`, then `end`. Other calls between
@@ -131,7 +133,7 @@ class StepRecorder:
             self._done.append(self._open)
             self._open = None
 
-    def take(self, rank: int) -> np.ndarray:
+    def take(self, rank: int) -> NDArray[np.float64]:
         """Return the closed micro-batches, and drop them.
 
         Args:
@@ -180,10 +182,36 @@ class CudaStepRecorder(StepRecorder):
 
     def _mark(self, previous: torch.cuda.Event | None = None) -> torch.cuda.Event:
         # a module may have thousands of gradients to mark: one event is recorded again and again
-        event = previous or torch.cuda.Event(enable_timing=True)
+        event = previous or torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
     def _elapsed(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         end.synchronize()
-        return start.elapsed_time(end) / 1000
+        return float(start.elapsed_time(end)) / 1000
+
+
+class Reservoir:
+    """Keep a uniform sample of all numbers seen (algorithm R: Vitter, "Random sampling with a reservoir", 1985).
+
+    Args:
+        size: How many numbers are kept at most.
+        seed: Of its own random sequence; no other one is touched.
+    """
+
+    def __init__(self, size: int, seed: int = 0) -> None:
+        self._size, self._seen, self._kept = size, 0, list[float]()
+        self._random = random.Random(seed)
+
+    def add(self, numbers: Iterable[float]) -> None:
+        """See some numbers."""
+        for number in numbers:
+            self._seen += 1
+            if len(self._kept) < self._size:
+                self._kept.append(float(number))
+            elif (slot := int(self._random.random() * self._seen)) < self._size:
+                self._kept[slot] = float(number)
+
+    def padded(self) -> NDArray[np.float64]:
+        """The kept numbers, with NaN up to the size, so that ranks can exchange them. Shape `[size]`."""
+        return np.array(self._kept + [np.nan] * (self._size - len(self._kept)))

@@ -16,6 +16,9 @@ from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
 
+WORTH = 0.02
+"""Waste that a change of settings has to save, to be worth it."""
+
 
 def padded_tokens(lengths: Sequence[float] | Array) -> float:
     """Tokens of one batch once every sample is padded to the longest: `samples x longest`.
@@ -144,6 +147,16 @@ def useful_fraction(tokens: ArrayLike, padded: ArrayLike) -> float:
     real, total = _pair(tokens, padded, ndim=2)
     capacity = total.shape[1] * total.max(axis=1).sum() if total.size else 0.0
     return float(real.sum() / capacity) if capacity > 0 else float("nan")
+
+
+def waste(idle: float, padding: float) -> float:
+    """Idle and padding fractions in one number: `1 - (1 - idle) (1 - padding)`.
+
+    Example:
+        >>> waste(0.5, 0.2)
+        0.6
+    """
+    return 1 - (1 - idle) * (1 - padding)
 
 
 def _pair(tokens: ArrayLike, padded: ArrayLike, ndim: int | None = None) -> tuple[Array, Array]:

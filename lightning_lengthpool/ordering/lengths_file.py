@@ -1,9 +1,10 @@
-"""Read a file of lengths: a CSV with a column `tokens`, and maybe `class` and `rank`."""
+"""A file of lengths: a CSV with a column `tokens`, and maybe `class` and `rank`. One reader and one writer."""
 
 import csv
 import math
+import os
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,35 @@ def read_lengths(path: str | Path, setting: str, *, has_ranks: bool = False) -> 
             raise ValueError(f"line {reader.line_num} {where} {error}") from None
         except csv.Error as error:
             raise ValueError(f"line {reader.line_num} {where} cannot be read: {error}") from error
+
+
+def write_lengths(
+    path: str | Path,
+    tokens: Iterable[float],
+    classes: Iterable[str] | None = None,
+    ranks: Iterable[int] | None = None,
+) -> None:
+    """Write a file of lengths, as `read_lengths` reads it: all of it or, if that fails, nothing.
+
+    Args:
+        path: The file, which is replaced.
+        tokens: Lengths in tokens, of each sample.
+        classes: The samples' classes; None for no such column.
+        ranks: The samples' ranks; None for no such column.
+    """
+    columns: dict[str, Iterable[Any]] = {"tokens": (f"{length:.15g}" for length in tokens)}
+    columns |= {} if classes is None else {"class": classes}
+    columns |= {} if ranks is None else {"rank": ranks}
+    new = Path(f"{path}.tmp")
+    try:
+        with new.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(columns)
+            writer.writerows(zip(*columns.values(), strict=True))
+        os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def _read(reader: Any, file: str, has_ranks: bool) -> LengthRows:

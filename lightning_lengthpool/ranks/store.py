@@ -134,11 +134,11 @@ class _Answers(threading.Thread):
             self.join(timeout=1)
 
 
-def gather(own: Any, rank: int, ranks: int, name: str, *, last: str = "", seconds: float | None = None) -> list[Any]:
+def gather(value: Any, rank: int, ranks: int, name: str, *, last: str = "", seconds: float | None = None) -> list[Any]:
     """Collect one plain object from each data rank on global rank zero, without a collective.
 
     Args:
-        own: This rank's object.
+        value: This rank's object.
         rank: The data rank.
         ranks: Number of data ranks.
         name: Of this collection: nothing else in this process group has it, and it is the same on all ranks.
@@ -146,23 +146,23 @@ def gather(own: Any, rank: int, ranks: int, name: str, *, last: str = "", second
         seconds: How long to wait for each rank; None for `patience`.
 
     Returns:
-        On global rank zero all ranks' objects, None for one that did not come in time. Elsewhere only one's own.
+        On global rank zero all ranks' objects, None for one that did not come in time. Elsewhere only this rank's.
     """
-    collected: list[Any] = [None] * ranks
-    collected[rank] = own
+    values: list[Any] = [None] * ranks
+    values[rank] = value
     if ranks == 1 or not is_distributed():
-        return collected
+        return values
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() != 0:
-        store.set(f"lengthpool/{name}/{rank}", _pack(own))  # type: ignore[arg-type]  # bytes do as well
-        return collected
+        store.set(f"lengthpool/{name}/{rank}", _pack(value))  # type: ignore[arg-type]  # bytes do as well
+        return values
     deadline = time.monotonic() + (patience() if seconds is None else seconds)
     for other in set(range(ranks)) - {rank}:
         if last:
             store.delete_key(f"lengthpool/{last}/{other}")
-        if (value := _take(store, f"lengthpool/{name}/{other}", deadline)) is not None:
-            collected[other] = _unpack(value)
-    return collected
+        if (packed := _take(store, f"lengthpool/{name}/{other}", deadline)) is not None:
+            values[other] = _unpack(packed)
+    return values
 
 
 def _key(prefix: str, number: int, word: str, rank: int) -> str:

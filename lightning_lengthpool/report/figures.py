@@ -15,14 +15,12 @@ from matplotlib import colormaps, style
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
-from lightning_lengthpool.advise.advice import Advice
 from lightning_lengthpool.report.tables import FIGURES
 from lightning_lengthpool.runs.records import by_step
 from lightning_lengthpool.runs.steps_file import read_steps
-from lightning_lengthpool.simulation.predict import Prediction
 
 Array = NDArray[np.float64]
 
@@ -36,30 +34,12 @@ CAUSES = {
 }
 """Field of a window -> (what the legend calls it, colour)."""
 FEW_RANKS = 8  # up to here every rank is drawn, above them their spread
-_POLICIES = {
-    ("pool", False): ("pool", "#0072B2", "o"),
-    ("blocks", False): ("blocks", "#E69F00", "s"),
-    ("stream", False): ("stream", "#009E73", "^"),
-    ("stream", True): ("stream + reference", "#CC79A7", "D"),
-}
-"""Policy, and whether it aims at reference lengths -> (what the legend calls it, colour, marker)."""
-_TODAY: dict[str, Any] = {"marker": "*", "markersize": 13, "color": "#222222", "label": "today", "zorder": 5}
-_RECOMMENDED: dict[str, Any] = {
-    "marker": "o",
-    "markersize": 13,
-    "markerfacecolor": "none",
-    "markeredgecolor": "#222222",
-    "markeredgewidth": 1.4,
-    "label": "recommended",
-    "zorder": 6,
-}
-_PANELS = 3  # beside one another
 WIDTH = 9.6
 DPI = 150
 _POINTS = 200  # of a distribution's line
 
-# over Matplotlib's own defaults: a style that the user has set is for the user's figures
-_styled = style.context(
+# A decorator. Over Matplotlib's own defaults: a style that the user has set is for the user's figures.
+styled = style.context(
     [
         "default",
         {
@@ -79,11 +59,11 @@ _styled = style.context(
 
 @dataclass(frozen=True)
 class Panel:
-    """Steps in a row of a run: `own` is what they cost each rank, shape `[steps, ranks]`."""
+    """Steps in a row of a run: `costs` is what they cost each rank, shape `[steps, ranks]`."""
 
     title: str
     step: Array
-    own: Array
+    costs: Array
 
 
 def png(figure: Figure) -> bytes:
@@ -93,25 +73,27 @@ def png(figure: Figure) -> bytes:
     return file.getvalue()
 
 
-def draw_ranks(axes: Axes, step: Array, own: Array) -> None:
+def draw_ranks(axes: Axes, step: Array, costs: Array) -> None:
     """Draw ranks over one another, with what they wait for the slowest one shaded."""
-    slowest, mean = own.max(axis=1), own.mean(axis=1)
-    few = own.shape[1] <= FEW_RANKS
+    slowest, mean = costs.max(axis=1), costs.mean(axis=1)
+    few = costs.shape[1] <= FEW_RANKS
     if few:
-        axes.fill_between(step, own.min(axis=1), slowest, color=WAIT, linewidth=0, label="waiting for the slowest rank")
-        axes.plot(step, own[:, 0], color=WORK, linewidth=0.9, label="each rank")
-        axes.plot(step, own[:, 1:], color=WORK, linewidth=0.9)
+        axes.fill_between(
+            step, costs.min(axis=1), slowest, color=WAIT, linewidth=0, label="waiting for the slowest rank"
+        )
+        axes.plot(step, costs[:, 0], color=WORK, linewidth=0.9, label="each rank")
+        axes.plot(step, costs[:, 1:], color=WORK, linewidth=0.9)
     else:
         axes.fill_between(step, mean, slowest, color=WAIT, linewidth=0, label="waiting for the slowest rank (mean)")
-        low, middle, high = np.quantile(own, (0.1, 0.5, 0.9), axis=1)
+        low, middle, high = np.quantile(costs, (0.1, 0.5, 0.9), axis=1)
         axes.fill_between(step, low, high, color=FAINT, linewidth=0, label="80 % of the ranks")
         axes.plot(step, middle, color=WORK, linewidth=1.0, label="median rank")
     axes.plot(step, slowest, color=SLOWEST, linewidth=1.0, label="slowest rank")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
 
 
-@_styled
-def compute_figure(step: Array, own: Array, ranks: Sequence[int], unit: str) -> Figure:
+@styled
+def compute_figure(step: Array, costs: Array, ranks: Sequence[int], unit: str) -> Figure:
     """Draw what each rank does at each step: work, then waiting for the slowest rank.
 
     Up to `FEW_RANKS` ranks have a strip each. Of more ranks the mean, the fastest and the slowest one of each step are
@@ -119,30 +101,30 @@ def compute_figure(step: Array, own: Array, ranks: Sequence[int], unit: str) -> 
 
     Args:
         step: Numbers of steps in a row, shape `[steps]`.
-        own: Each rank's compute, shape `[steps, ranks]`; NaN where not measured.
+        costs: Each rank's compute, shape `[steps, ranks]`; NaN where not measured.
         ranks: The ranks' numbers.
         unit: The y axis's label, say 'own compute [s]'.
     """
-    slowest = own.max(axis=1)
+    slowest = costs.max(axis=1)
     if len(ranks) > FEW_RANKS:
-        figure = _figure(WIDTH, 4.2)
+        figure = new_figure(WIDTH, 4.2)
         axes = figure.add_subplot()
-        mean = own.mean(axis=1)
+        mean = costs.mean(axis=1)
         _bars(axes, step, np.zeros(len(step)), mean, WORK, "own work (mean of the ranks)")
         _bars(axes, step, mean, slowest, WAIT, "waiting for the slowest rank")
-        axes.plot(step, own.min(axis=1), drawstyle="steps-mid", color=FAINT, linewidth=0.9, label="fastest rank")
+        axes.plot(step, costs.min(axis=1), drawstyle="steps-mid", color=FAINT, linewidth=0.9, label="fastest rank")
         measured = np.isfinite(slowest)
-        times = np.bincount(own[measured].argmax(axis=1), minlength=len(ranks))
-        place = int(times.argmax())
-        often = 100 * times[place] / max(measured.sum(), 1)
-        label = f"rank {ranks[place]}: the slowest in {often:.0f} % of these steps"
-        axes.plot(step, own[:, place], drawstyle="steps-mid", color=SLOWEST, linewidth=0.9, label=label)
+        times = np.bincount(costs[measured].argmax(axis=1), minlength=len(ranks))
+        slow = int(times.argmax())
+        often = 100 * times[slow] / max(measured.sum(), 1)
+        label = f"rank {ranks[slow]}: the slowest in {often:.0f} % of these steps"
+        axes.plot(step, costs[:, slow], drawstyle="steps-mid", color=SLOWEST, linewidth=0.9, label=label)
         axes.set(xlabel="step", ylabel=unit, ylim=(0, None), xlim=(step[0] - 0.5, step[-1] + 0.5))
         figure.legend(loc="outside upper center", ncols=2)
         return figure
-    figure = _figure(WIDTH, 1.3 + max(0.75 * len(ranks), 1.6))
+    figure = new_figure(WIDTH, 1.3 + max(0.75 * len(ranks), 1.6))
     strips = figure.subplots(len(ranks), sharex=True, sharey=True, squeeze=False)[:, 0]
-    for axes, rank, values in zip(strips, ranks, own.T, strict=True):
+    for axes, rank, values in zip(strips, ranks, costs.T, strict=True):
         _bars(axes, step, np.zeros(len(step)), values, WORK, "own work")
         _bars(axes, step, values, slowest, WAIT, "waiting for the slowest rank")
         axes.set_ylabel(f"rank {rank}", rotation=0, ha="right", va="center")
@@ -155,13 +137,13 @@ def compute_figure(step: Array, own: Array, ranks: Sequence[int], unit: str) -> 
     return figure
 
 
-@_styled
+@styled
 def lengths_figure(panels: Sequence[Panel], unit: str = "padded tokens") -> Figure:
     """Draw lengths per rank and step, one panel for each order of the samples, on a shared y axis."""
-    figure = _figure(WIDTH, 4.0)
+    figure = new_figure(WIDTH, 4.0)
     grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, panel in zip(grid, panels, strict=True):
-        draw_ranks(axes, panel.step, panel.own)
+        draw_ranks(axes, panel.step, panel.costs)
         axes.set_title(panel.title)
         axes.set_xlabel("step")
     grid[0].set(ylabel=unit, ylim=(0, None))
@@ -170,14 +152,14 @@ def lengths_figure(panels: Sequence[Panel], unit: str = "padded tokens") -> Figu
     return figure
 
 
-@_styled
+@styled
 def causes_figure(windows: Mapping[str, Sequence[Any]]) -> Figure:
     """Draw the idle time over the course of runs, split by cause.
 
     Args:
         windows: For each run's title its windows (`causes.Window`), one or more.
     """
-    figure = _figure(WIDTH, 3.9)
+    figure = new_figure(WIDTH, 3.9)
     grid = figure.subplots(1, len(windows), sharey=True, squeeze=False)[0]
     for axes, (title, rows) in zip(grid, windows.items(), strict=True):
         first = np.array([row.first_step for row in rows])
@@ -200,7 +182,7 @@ def causes_figure(windows: Mapping[str, Sequence[Any]]) -> Figure:
     return figure
 
 
-@_styled
+@styled
 def distribution_figure(costs: Array, ranks: Sequence[int], unit: str, title: str = "") -> Figure:
     """Draw how the micro-batches' costs are distributed on each rank.
 
@@ -210,10 +192,10 @@ def distribution_figure(costs: Array, ranks: Sequence[int], unit: str, title: st
         unit: The x axis's label.
         title: What to say above it, say whether the ranks differ.
     """
-    figure = _figure(WIDTH, 4.0)
+    figure = new_figure(WIDTH, 4.0)
     axes = figure.add_subplot()
     levels = np.linspace(0, 1, min(_POINTS, max(len(costs), 2)))
-    quantiles = np.quantile(np.maximum(costs, 1), levels, axis=0)  # an empty batch has no place on a log axis
+    quantiles = np.quantile(np.maximum(costs, 1), levels, axis=0)  # a logarithmic axis has no 0
     share = 100 * levels
     if len(ranks) <= FEW_RANKS:
         colours = colormaps["viridis"](np.linspace(0, 0.9, len(ranks)))
@@ -224,9 +206,9 @@ def distribution_figure(costs: Array, ranks: Sequence[int], unit: str, title: st
         axes.fill_betweenx(share, low, high, color=FAINT, linewidth=0, label=f"range of {len(ranks)} ranks")
         axes.plot(np.median(quantiles, axis=1), share, color=WORK, linewidth=1.5, label="median of the ranks")
         mean = costs.mean(axis=0)
-        for place, word, colour in ((mean.argmax(), "longest", SLOWEST), (mean.argmin(), "shortest", "#009E73")):
-            label = f"rank {ranks[place]}: the {word} on average"
-            axes.plot(quantiles[:, place], share, color=colour, linewidth=1.1, label=label)
+        for index, word, colour in ((mean.argmax(), "longest", SLOWEST), (mean.argmin(), "shortest", "#009E73")):
+            label = f"rank {ranks[index]}: the {word} on average"
+            axes.plot(quantiles[:, index], share, color=colour, linewidth=1.1, label=label)
     axes.set(xscale="log", xlabel=unit, ylabel="share of the micro-batches [%]", ylim=(0, 100), title=title)
     axes.xaxis.set_major_formatter(FuncFormatter(_thousands))
     axes.xaxis.set_minor_formatter(FuncFormatter(_few_minor(quantiles.min(), quantiles.max())))
@@ -236,7 +218,7 @@ def distribution_figure(costs: Array, ranks: Sequence[int], unit: str, title: st
     return figure
 
 
-@_styled
+@styled
 def correlation_figure(runs: Mapping[str, Array], band: float) -> Figure:
     """Draw how much the lengths of neighbouring steps have in common.
 
@@ -244,7 +226,7 @@ def correlation_figure(runs: Mapping[str, Array], band: float) -> Figure:
         runs: For each run's title its correlations at the lags 1, 2, ...; the second is the baseline.
         band: What 95 % of random orders stay below, in absolute value.
     """
-    figure = _figure(WIDTH, 3.4)
+    figure = new_figure(WIDTH, 3.4)
     axes = figure.add_subplot()
     lags = np.arange(1, 1 + max(len(values) for values in runs.values()))
     axes.axhspan(-band, band, color=CHANCE, linewidth=0, label="95 % of random orders")
@@ -260,7 +242,7 @@ def correlation_figure(runs: Mapping[str, Array], band: float) -> Figure:
     return figure
 
 
-@_styled
+@styled
 def compare_figure(results: Mapping[str, Any], window: int = 60) -> Figure:
     """Draw policies side by side.
 
@@ -277,7 +259,7 @@ def compare_figure(results: Mapping[str, Any], window: int = 60) -> Figure:
     measured = all(not np.isnan(table["compute_seconds"]).all() for table in tables)
     column, unit = ("compute_seconds", "own compute [s]") if measured else ("padded_tokens", "padded tokens")
 
-    figure = _figure(max(3.4 * len(policies), 6.0), 6.4)
+    figure = new_figure(max(3.4 * len(policies), 6.0), 6.4)
     grid = figure.add_gridspec(2, len(policies), height_ratios=[3, 2])
     top = None
     for i, (entry, table) in enumerate(zip(policies, tables, strict=True)):
@@ -296,8 +278,8 @@ def compare_figure(results: Mapping[str, Any], window: int = 60) -> Figure:
     for k, (name, colour) in enumerate(zip(names, colours, strict=True)):
         heights = [_percent(entry["mean"][name]) for entry in policies]
         errors = [_percent(entry["std"][name]) for entry in policies]
-        places = np.arange(len(policies)) + (k - 1) * 0.27
-        drawn = bars.bar(places, heights, 0.25, yerr=errors, color=colour, capsize=3, label=FIGURES[name][0])
+        x = np.arange(len(policies)) + (k - 1) * 0.27
+        drawn = bars.bar(x, heights, 0.25, yerr=errors, color=colour, capsize=3, label=FIGURES[name][0])
         bars.bar_label(drawn, [f"{h:.1f}" if np.isfinite(h) else "" for h in heights], padding=2, fontsize=9)
     bars.set_xticks(range(len(policies)), [entry["policy"] for entry in policies])
     bars.set_ylabel("% (lower is better)")
@@ -306,84 +288,8 @@ def compare_figure(results: Mapping[str, Any], window: int = 60) -> Figure:
     return figure
 
 
-@_styled
-def advice_figure(advice: Advice) -> Figure:
-    """Draw what `advisor.advise` predicts: idle against pool_size, a panel for each world size, a line for each policy.
-
-    Bands are 90 % intervals; today's setting and the recommended one are marked.
-    """
-    worlds = list(dict.fromkeys(found.case.world_size for found in advice.predictions))
-    wide = min(len(worlds), _PANELS)
-    figure = _figure(WIDTH, 1.0 + 3.4 * -(-len(worlds) // wide))
-    grid = figure.subplots(-(-len(worlds) // wide), wide, sharex=True, sharey=True, squeeze=False)
-    sizes = [found.case.pool_size for found in advice.predictions if found.case.pool_size]
-    known = [found.idle for found in advice.predictions if np.isfinite(found.idle.mean)]
-    lowest = min((100 * idle.low for idle in known), default=0.0)
-    for axes, world in zip(grid.flat, worlds, strict=False):
-        rows = [found for found in advice.predictions if found.case.world_size == world]
-        _draw_idle(axes, rows, (min(sizes), max(sizes)))
-        for case, look in ((advice.today.case, _TODAY), (advice.recommendation.case, _RECOMMENDED)):
-            marked = [found for found in rows if found.case == case]
-            axes.plot(
-                [found.case.pool_size or min(sizes) for found in marked],
-                [100 * found.idle.mean for found in marked],
-                linestyle="",
-                **look,
-            )
-        axes.set_title(f"{world:,} rank{'' if world == 1 else 's'}")
-        axes.set_xscale("log")
-        if lowest >= 0.02:  # else some lines would have no place on a logarithmic axis
-            axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(10, (1, 2, 5)))
-            axes.yaxis.set_minor_locator(NullLocator())
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        else:
-            axes.set_ylim(0, None)
-        ticks = _apart(sorted(set(sizes)))
-        axes.set_xticks(ticks, [_short(size) for size in ticks])
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.tick_params(axis="x", labelbottom=True)  # there may be no panel below
-        axes.grid(alpha=0.3)
-    for axes in grid.flat[len(worlds) :]:
-        axes.set_visible(False)
-    figure.supxlabel("pool_size", fontsize=10)
-    figure.supylabel("idle [%], predicted", fontsize=10)
-    handles: dict[str, Any] = {}
-    for axes in grid.flat[: len(worlds)]:
-        handles |= {str(handle.get_label()): handle for handle in axes.get_legend_handles_labels()[0]}
-    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=min(len(handles), 7))
-    return figure
-
-
-def _draw_idle(axes: Axes, rows: Sequence[Prediction], span: tuple[int, int]) -> None:
-    for found in (row for row in rows if row.case.policy == "none"):
-        mean, low, high = (100 * value for value in found.idle)
-        axes.plot(span, [mean, mean], color=BASELINE, linestyle="--", linewidth=1.2, label="no pool")
-        axes.fill_between(span, low, high, color=BASELINE, alpha=0.2, linewidth=0)
-    for (policy, has_reference), (label, colour, marker) in _POLICIES.items():
-        line = [row for row in rows if (row.case.policy, row.case.has_reference) == (policy, has_reference)]
-        line.sort(key=lambda row: row.case.pool_size)
-        if line:
-            size = [row.case.pool_size for row in line]
-            mean, low, high = 100 * np.array([row.idle for row in line]).T
-            axes.fill_between(size, low, high, color=colour, alpha=0.2, linewidth=0)
-            axes.plot(size, mean, color=colour, marker=marker, markersize=4.5, linewidth=1.3, label=label)
-
-
-def _apart(sizes: Sequence[int], factor: float = 1.7) -> list[int]:
-    """Those of ascending sizes that have room for a label on a logarithmic axis."""
-    kept: list[int] = []
-    for size in sizes:
-        if not kept or size >= factor * kept[-1]:
-            kept.append(size)
-    return kept
-
-
-def _short(size: int) -> str:
-    return f"{size / 1000:g}k" if size >= 1000 else str(size)
-
-
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure; its size is in inches."""
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
     return figure

@@ -65,7 +65,8 @@ def compare_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, A
                 "runs": summaries,
             }
         )
-    return _plain({"policies": policies})
+    result: dict[str, Any] = _plain({"policies": policies})
+    return result
 
 
 def _number(value: float | None) -> float:
@@ -73,7 +74,7 @@ def _number(value: float | None) -> float:
 
 
 def _plain(value: Any) -> Any:
-    """NaN has no place in JSON: it becomes None."""
+    """JSON has no NaN: it becomes None."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

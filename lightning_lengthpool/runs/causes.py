@@ -10,7 +10,7 @@ Only sums are kept, of a size that depends on the number of ranks and not on the
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,14 +18,10 @@ from numpy.typing import NDArray
 
 from lightning_lengthpool.ordering import efficiency
 from lightning_lengthpool.runs.records import COLUMNS, by_step, step_starts
-from lightning_lengthpool.runs.speed_fit import TINY, Fit, least_squares, lower_median, robust_moments, solve
+from lightning_lengthpool.runs.speed_fit import TINY, Fit, RankSpeeds, WindowSpeeds
 
 Array = NDArray[np.float64]
 
-MEMORY = 20  # windows: an older one counts 1 / e of a new one
-MIN_MICRO_BATCHES = 20  # of a rank, before anything is said of it
-UNEVEN_FACTOR = 1.1
-STANDARD_ERRORS = 4.0
 ELSEWHERE_FRACTION = 0.05  # of the time, by which a rank that is busy elsewhere is told from the others
 DATA_FRACTION = 0.05  # from this share of the time on, ranks that wait for data are named
 
@@ -79,15 +75,15 @@ class Summary(Split):
         micro_batches: Micro-batches of a step, on average.
         samples: Samples of a micro-batch, on average.
         ranks: The ranks, ascending.
-        uneven: The ranks that stood out in more than half of the windows, of all or of the last (about `MEMORY`), with
-            their mean factor over these.
+        uneven: The ranks that stood out in more than half of the windows, of all or of the last (about
+            `speed_fit.MEMORY`), with their mean factor over these.
         padding: Share of the tokens that is padding.
         idle_compute: The idle fraction of compute alone, data left aside.
         idle_micro_batches: What that would be if the ranks met after every micro-batch.
         elsewhere: Share of the wall-clock time beyond the slowest rank's data and compute and the gradient exchange:
             the optimizer, callbacks, transfers; NaN where it is not known.
         elsewhere_ranks: The ranks that spend longer there than the others, by 5 % of the time or more.
-        fits: Each rank's fit, of about the last `MEMORY` windows; empty if nothing was measured.
+        fits: Each rank's fit, of about the last `speed_fit.MEMORY` windows; empty if nothing was measured.
         reference: The fit of the typical rank.
     """
 
@@ -103,30 +99,17 @@ class Summary(Split):
     fits: dict[int, Fit]
     reference: Fit | None
 
-
-@dataclass
-class _Model:
-    """What the moments say now, in coefficients of the features [1, padded, padded * longest], and what follows."""
-
-    theta: Array  # of each rank, [ranks, 3]
-    of_window: Array  # the same from this window alone
-    reference: Array  # of the typical rank, [3]
-    pace: float  # its time in this window, as a multiple of that
-    k: float
-    factor: Array
-    stands_out: NDArray[np.bool_]
+    @property
+    def seconds(self) -> Callable[[Array, Array], Array] | None:
+        """What a micro-batch costs the typical rank, by its padded tokens and its longest sample; None if not known."""
+        fit = self.reference
+        return fit.seconds if self.by == "seconds" and fit is not None and fit.b > 0 else None
 
 
 class CauseTracker:
     """Split idle time by its cause, window by window; add chunks of records as they come.
 
-    The first step ever added is left out, for it contains the start-up. Within a window outliers are found by a
-    robust fit of that window alone, so a lasting change is not taken for one; the window's weighted moments then
-    enter running moments in which a window that is `MEMORY` windows old counts 1 / e.
-
-    A rank stands out in a window if for equal cost the running fit puts it at `UNEVEN_FACTOR` times the (lower) median
-    rank or more, or as much below it, beyond `STANDARD_ERRORS`, and the window's own fit confirms it; or if the own
-    fits of two windows in a row do.
+    The first step ever added is left out, for it contains the start-up. Which ranks stand out: see `RankSpeeds`.
 
     Args:
         window: Steps that are analysed together.
@@ -142,7 +125,7 @@ class CauseTracker:
         self._chunks: list[dict[str, Array]] = []
         self._buffered = 0  # steps
         self._ranks: Array | None = None
-        self._model: _Model | None = None
+        self._speeds = RankSpeeds(0)
         self._steps = self._micro_batches = self._samples = 0
         self._compute, self._by_micro_batch = np.zeros(2), np.zeros(2)  # waiting and total, in seconds
         self._tokens = np.zeros(2)  # real and padded
@@ -156,13 +139,10 @@ class CauseTracker:
         if not len(chunk["step"]):
             return []
         if self._ranks is None:
-            ranks = np.unique(chunk["rank"])
-            self._ranks, count = ranks, len(ranks)
-            self._gram, self._weight, self._phi = np.zeros((count, 4, 4)), np.zeros(count), np.zeros(3)
-            # the windows in which a rank was slow and those in which it was fast, and the sum of its factors
-            # there: each over all windows, and over the last ones; shape [sides, 2, 2, ranks]
-            self._stood_out, self._windows = np.zeros((2, 2, 2, count)), np.zeros(2)
-            self._data, self._last, self._outside = np.zeros(count), np.zeros(count), np.zeros(count)
+            self._ranks = np.unique(chunk["rank"])
+            count = len(self._ranks)
+            self._speeds = RankSpeeds(count)
+            self._data, self._outside = np.zeros(count), np.zeros(count)
             later = chunk["step"] != chunk["step"][0]
             chunk = {name: column[later] for name, column in chunk.items()}
         self._chunks.append(chunk)
@@ -176,30 +156,27 @@ class CauseTracker:
     def summary(self) -> Summary:
         """The figures over all windows so far; steps that do not fill a window yet are not in it."""
         by = "tokens" if self._sums["tokens"][0] > 0 and not self._sums["seconds"][0] > 0 else "seconds"
-        parts, model = _fractions(self._sums[by]), self._model
+        parts, speeds = _fractions(self._sums[by]), self._speeds.latest
         ranks = [] if self._ranks is None else [int(rank) for rank in self._ranks]
-        uneven: dict[int, float] = {}
-        if self._ranks is not None:
-            for stood_out, factors in self._stood_out:
-                for kind in (1, 0):
-                    for i in np.flatnonzero(2 * stood_out[kind] > self._windows[kind]):
-                        uneven[ranks[i]] = float(factors[kind, i] / stood_out[kind, i])
-            uneven = dict(sorted(uneven.items()))
+        fits: dict[int, Fit] = {}
+        if speeds is not None:
+            theta, k, _ = speeds.running
+            fits = {rank: _fit(of_rank, k) for rank, of_rank in zip(ranks, theta, strict=True)}
         return Summary(
             steps=self._steps,
             micro_batches=self._micro_batches / self._steps if self._steps else math.nan,
             samples=self._samples / self._micro_batches / len(ranks) if self._micro_batches else math.nan,
             ranks=ranks,
             by=by,
-            uneven=uneven,
+            uneven={ranks[index]: factor for index, factor in self._speeds.uneven().items()},
             data_ranks=_data_ranks(ranks, self._data, parts["data"]) if ranks else [],
             padding=efficiency.padding_fraction(*self._tokens),
             idle_compute=_ratio(*self._compute),
             idle_micro_batches=_ratio(*self._by_micro_batch),
             elsewhere=_ratio(*self._wall[::-1]),
             elsewhere_ranks=self._elsewhere_ranks(ranks),
-            fits={} if model is None else {r: _fit(t, model.k) for r, t in zip(ranks, model.theta, strict=True)},
-            reference=None if model is None else _fit(model.reference, model.k),
+            fits=fits,
+            reference=None if speeds is None else _fit(speeds.reference, speeds.running.k),
             **parts,
         )
 
@@ -232,12 +209,10 @@ class CauseTracker:
         self._tokens += [rows["tokens"].sum(), padded.sum()]
         uneven: dict[int, float] = {}
         if np.isfinite(compute).any():
-            self._model = self._learn(features, compute)
-            found = np.flatnonzero(self._model.stands_out)
-            uneven = {int(self._ranks[i]): float(self._model.factor[i]) for i in found}
+            speeds = self._speeds.learn(features, compute)
+            uneven = {int(self._ranks[i]): float(speeds.factor[i]) for i in np.flatnonzero(speeds.stands_out)}
         complete = np.isfinite(table["compute_seconds"]).all(axis=1)
         if complete.any():
-            assert self._model is not None
             by = "seconds"
             # the fits are linear, so a step's seconds are the fit of its micro-batches' summed features
             summed = np.add.reduceat(features, step_starts(step[:, 0]), axis=0)[complete]
@@ -245,9 +220,9 @@ class CauseTracker:
                 table[name][complete] for name in ("compute_seconds", "data_seconds", "step_seconds")
             )
             data = np.nan_to_num(data)
-            sums = _split(compute, data, seconds, summed, self._model)
-            own_data = data.sum(axis=0)
-            self._data += own_data
+            sums = _split(compute, data, seconds, summed, speeds)
+            waited = data.sum(axis=0)
+            self._data += waited
             self._look_elsewhere(compute + data, seconds, table["wait_seconds"][complete])
             micro = rows["compute_seconds"].reshape(-1, count)
             micro = micro[np.isfinite(micro).all(axis=1)]
@@ -257,7 +232,7 @@ class CauseTracker:
             by, tokens = "tokens", table["padded_tokens"]
             waiting = _waiting(tokens)
             sums = np.array([tokens.max(axis=1).sum(), waiting, waiting, np.nan, np.nan])
-            own_data = np.zeros(count)
+            waited = np.zeros(count)
         self._sums[by] += sums
         parts = _fractions(sums)
         return Window(
@@ -265,7 +240,7 @@ class CauseTracker:
             last_step=int(table["step"][-1]),
             by=by,
             uneven=uneven,
-            data_ranks=_data_ranks([int(rank) for rank in self._ranks], own_data, parts["data"]),
+            data_ranks=_data_ranks([int(rank) for rank in self._ranks], waited, parts["data"]),
             **parts,
         )
 
@@ -284,59 +259,8 @@ class CauseTracker:
         longer = self._outside - self._outside.min() > ELSEWHERE_FRACTION * self._wall[0]
         return [ranks[i] for i in np.flatnonzero(longer)]
 
-    def _learn(self, features: Array, seconds: Array) -> _Model:
-        """Fit the window, add its moments to the running ones, and say what these show now.
 
-        Args:
-            features: `[micro-batches, ranks, 3]`.
-            seconds: `[micro-batches, ranks]`, NaN where not measured.
-        """
-        measured = np.isfinite(seconds)
-        x = np.ascontiguousarray((features * measured[..., None]).transpose(1, 0, 2))
-        gram, weight, of_window, window_noise = robust_moments(x, np.where(measured, seconds, np.nan).T)
-        keep, own_features = math.exp(-1 / MEMORY), x.sum(axis=1)
-        self._gram = keep * self._gram + gram
-        self._weight = keep * self._weight + weight
-        self._phi = keep * self._phi + own_features.sum(axis=0)
-
-        theta, k, noise = solve(self._gram, self._weight)
-        with np.errstate(divide="ignore", invalid="ignore"):  # a rank that was never measured has no factor
-            level = np.where(self._weight > 0, theta @ self._phi, np.nan)
-            factor = level / lower_median(level)
-            typical = np.abs(factor - 1) <= UNEVEN_FACTOR - 1
-            reference = least_squares(self._gram[typical].sum(axis=0), np.float64(k))[0]
-            lately = np.einsum("rf,rf->r", own_features, of_window) / (own_features @ reference)
-            pace = float(lower_median(np.where(weight > 0, lately, np.nan)))
-            lately /= pace  # all ranks may have changed together
-            steady = _uneven(factor, noise, self._weight)
-            now = _uneven(lately, window_noise, weight)
-            confirmed = np.where(factor > 1, lately > 1.05, lately < 1 / 1.05)
-        # the running fit is slow to see a change; two windows in a row show it as well
-        stands_out = (steady != 0) & confirmed | (now != 0) & (now == self._last)
-        self._last = now
-        factor = np.where(steady != 0, factor, lately)
-        self._windows = self._windows * [1.0, keep] + 1.0
-        for side, found in enumerate((stands_out & (factor > 1), stands_out & (factor < 1))):
-            found = np.stack([found, np.where(found, factor, 0.0)])[:, None]
-            self._stood_out[side] = self._stood_out[side] * np.array([[1.0], [keep]]) + found
-        return _Model(theta, of_window, reference, pace, k, factor, stands_out)
-
-
-def _uneven(factor: Array, noise: Array, weight: Array) -> Array:
-    """Tell for each rank whether it is slow (1), fast (-1) or neither, beyond what noise explains.
-
-    Args:
-        factor: Its time for equal cost, as a multiple of the typical rank's.
-        noise: Relative, of one micro-batch.
-        weight: Number of micro-batches.
-    """
-    error = noise / np.sqrt(weight)
-    certain = np.abs(factor - 1) > STANDARD_ERRORS * np.hypot(factor * error, lower_median(error))
-    side = np.where(factor >= UNEVEN_FACTOR, 1.0, np.where(factor <= 1 / UNEVEN_FACTOR, -1.0, 0.0))
-    return np.where(certain & (weight >= MIN_MICRO_BATCHES), side, 0.0)
-
-
-def _split(compute: Array, data: Array, step: Array, features: Array, model: _Model) -> Array:
+def _split(compute: Array, data: Array, step: Array, features: Array, speeds: WindowSpeeds) -> Array:
     """Split the waiting of some steps by its cause.
 
     A step takes the slowest rank's compute and what data add, see `efficiency.data_seconds_lost`. Noise can even out
@@ -347,7 +271,7 @@ def _split(compute: Array, data: Array, step: Array, features: Array, model: _Mo
         data: Each rank's waiting for data, `[steps, ranks]`.
         step: Wall-clock seconds, `[steps, ranks]`, NaN where not measured.
         features: Summed over the step's micro-batches, `[steps, ranks, 3]`.
-        model: The fits.
+        speeds: The fits.
 
     Returns:
         Seconds `[total, idle, lengths, slow_rank, data]`.
@@ -355,12 +279,12 @@ def _split(compute: Array, data: Array, step: Array, features: Array, model: _Mo
     slowest = compute.max(axis=1)
     data_part = float(efficiency.data_seconds_lost(compute, data, step).sum())
     waiting = _waiting(compute)
-    typical = model.pace * model.reference
+    typical = speeds.pace * speeds.reference
     lengths = _waiting(features @ typical)
     slow_rank = 0.0
-    if model.stands_out.any():
-        own = np.where(model.stands_out[:, None], model.of_window, typical)
-        slow_rank = max(_waiting(np.einsum("srf,rf->sr", features, own)) - lengths, 0.0)
+    if speeds.stands_out.any():
+        per_rank = np.where(speeds.stands_out[:, None], speeds.of_window, typical)
+        slow_rank = max(_waiting(np.einsum("srf,rf->sr", features, per_rank)) - lengths, 0.0)
     scale = min(1.0, waiting / max(lengths + slow_rank, TINY))
     total = float(slowest.sum()) + data_part
     return np.array([total, waiting + data_part, scale * lengths, scale * slow_rank, data_part])
@@ -385,10 +309,10 @@ def _fractions(sums: Array) -> dict[str, float]:
     return {"idle": idle, "lengths": lengths, "slow_rank": slow_rank, "data": data, "rest": rest}
 
 
-def _data_ranks(ranks: list[int], own: Array, fraction: float) -> list[int]:
+def _data_ranks(ranks: list[int], waited: Array, fraction: float) -> list[int]:
     if not fraction >= DATA_FRACTION:
         return []
-    return [rank for rank, seconds in zip(ranks, own, strict=True) if seconds >= own.max() / 2]
+    return [rank for rank, seconds in zip(ranks, waited, strict=True) if seconds >= waited.max() / 2]
 
 
 def _fit(theta: Array, k: float) -> Fit:

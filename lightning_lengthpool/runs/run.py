@@ -1,6 +1,5 @@
-"""Find and load what `SyncMonitor` left of a run, finished or still going."""
+"""Find, load and fit what `SyncMonitor` left of a run, finished or still going."""
 
-import csv
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_lengthpool.ordering.lengths_file import read_lengths
 from lightning_lengthpool.ordering.local_paths import local_path
 from lightning_lengthpool.runs.causes import CauseTracker, Summary, Window
-from lightning_lengthpool.runs.findings import findings
+from lightning_lengthpool.runs.distribution import Difference, difference_of_ranks
+from lightning_lengthpool.runs.findings import difference_in, findings
 from lightning_lengthpool.runs.records import by_step, step_starts, summarize
 from lightning_lengthpool.runs.run_json import About, read_about
+from lightning_lengthpool.runs.speed_fit import MIN_MICRO_BATCHES, Fit
 from lightning_lengthpool.runs.steps_file import read_steps, thinned
 
 Array = NDArray[np.float64]
@@ -42,6 +44,8 @@ class Run:
     windows: list[Window]
     causes: Summary
     """Where its time went, over all steps."""
+    difference: Difference | None
+    """How differently the ranks' lengths are distributed; None if that cannot be told."""
     findings: list[str]
     every: int
     """See `steps_file.thinned`."""
@@ -108,10 +112,68 @@ def load_run(path: str | Path) -> Run:
     hosts = about.hosts if about.hosts is not None and len(about.hosts) == width else None
     causes = tracker.summary()
     try:
-        said = findings(causes, hosts=hosts, lengths=lengths, settings=about.settings)
+        if lengths is None:
+            difference = difference_of_ranks([*costs.T])
+        else:
+            difference = difference_in(causes, lengths, about.settings)
+        sentences = findings(causes, hosts=hosts, lengths=lengths, settings=about.settings, difference=difference)
     except ValueError as error:
         raise ValueError(f"{file.parent}: {error}") from None
-    return Run(file, _name(file), table, costs, starts, summarize(steps), windows, causes, said, thinned(steps), about)
+    return Run(
+        path=file,
+        name=_name(file),
+        table=table,
+        costs=costs,
+        starts=starts,
+        summary=summarize(steps),
+        windows=windows,
+        causes=causes,
+        difference=difference,
+        findings=sentences,
+        every=thinned(steps),
+        about=about,
+    )
+
+
+def fit_of(path: str | Path, name: str) -> Fit:
+    """Fit a run's typical rank: what a micro-batch takes by its cost.
+
+    Args:
+        path: A `steps.csv`, or a folder with one somewhere below it.
+        name: Of the one who asks, for messages.
+
+    Raises:
+        ValueError: If there is not exactly one such file, its run has no measured compute, fewer than 20 measured
+            micro-batches, or a time that hardly grows with tokens, as when all batches are of one size.
+    """
+    file = find_steps(path)
+    steps = read_steps(file)
+    measured = np.isfinite(steps["compute_seconds"])
+    count = np.count_nonzero(measured)
+    if not count:
+        raise ValueError(
+            f"{name}: in {file} no compute seconds were measured, so there is nothing to fit. SyncMonitor measures "
+            "them on a single device and under DDP, if no collective runs within the step."
+        )
+    if count < MIN_MICRO_BATCHES:
+        raise ValueError(f"{name}: {file} has {count} measured micro-batches, expected at least {MIN_MICRO_BATCHES}")
+    tracker = CauseTracker(window=max(_WINDOW, -(-len(np.unique(steps["step"])) // 20)))  # so that all steps count
+    tracker.add(steps)
+    tracker.finish()
+    fit = tracker.summary().reference
+    if fit is None:
+        raise ValueError(f"{name}: {file} has one step only, which contains the start-up")
+    # each rank was fitted by itself, so only what differs within a rank tells what a token costs
+    seconds, rank = fit.seconds(steps["padded_tokens"], steps["longest"]), steps["rank"]
+    by_rank = [seconds[measured & (rank == number)] for number in np.unique(rank[measured])]
+    low, high = np.quantile(np.concatenate([values / np.median(values) for values in by_rank]), [0.05, 0.95])
+    if not (fit.b > 0 and high - low > 0.05):
+        raise ValueError(
+            f"{name}: in {file} the time of a batch hardly grows with its tokens (a rank's are {low:.2f} to {high:.2f} "
+            "times its median), so what a token costs cannot be told. Measure a run whose batches differ in size "
+            "(policy 'none', no token budget), on a model that is not bound by its overhead."
+        )
+    return fit
 
 
 def _name(file: Path) -> str:
@@ -126,14 +188,10 @@ def _read_lengths(path: Path, ranks: Array) -> list[Array] | None:
     if not path.is_file():
         return None
     try:
-        text = path.read_text(encoding="utf-8")
-        lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]  # not a part of one
-        rows = np.array([(float(row["rank"]), float(row["tokens"])) for row in csv.DictReader(lines)]).reshape(-1, 2)
-        if not (np.isfinite(rows).all() and (rows >= 0).all()):
-            raise ValueError
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(
-            f"{path} cannot be read, expected the columns rank,tokens and numbers of at least 0; move it away"
-        ) from None
-    lengths = [rows[rows[:, 0] == rank, 1] for rank in ranks]
-    return lengths if all(len(own) for own in lengths) else None
+        rows = read_lengths(path, "the run's file of lengths", has_ranks=True)
+        if rows.ranks is None:
+            raise ValueError("it has no column 'rank'")
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read ({error}), expected the columns tokens,rank; move it away") from None
+    lengths = [rows.tokens[rows.ranks == rank] for rank in ranks]
+    return lengths if all(len(of_rank) for of_rank in lengths) else None

@@ -21,7 +21,8 @@ class About:
     workers_by_rank: list[int | None] | None = None
     """Worker processes of each data rank; None where that is not known."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """The data module's `policy`, `pool_size`, `batch_size`, `num_workers` and, if it has one, `max_tokens`."""
+    """The data module's `policy`, `pool_size`, `batch_size`, `num_workers`, `max_tokens`; `has_reference` and
+    `has_classes`; and `rank_samples`, the samples of the data set that fall to a rank. Those that are known."""
 
 
 def write_about(folder: Path, about: About) -> None:
@@ -76,6 +77,9 @@ _SETTINGS: _Checks = {
         lambda value: value is None or (_is_count(value) and value > 0),
         "an integer of at least 1, or null",
     ),
+    "has_reference": (lambda value: isinstance(value, bool), "true or false"),
+    "has_classes": (lambda value: isinstance(value, bool), "true or false"),
+    "rank_samples": (lambda value: value is None or _is_count(value), "an integer of at least 0, or null"),
     "num_workers": (lambda value: value is None or _is_count(value), "an integer of at least 0, or null"),
     "max_tokens": (
         lambda value: value is None or (type(value) in (int, float) and 0 < value < math.inf),

@@ -1,8 +1,11 @@
-"""How many seconds a micro-batch takes by its cost: a robust fit of each rank, from sums of bounded size."""
+"""How many seconds a micro-batch takes by its cost: a robust fit of each rank, from sums of bounded size.
+
+A micro-batch's features are 1, `padded` and `padded * longest`; its moments are the products of these and its seconds.
+"""
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -10,6 +13,16 @@ from numpy.typing import ArrayLike, NDArray
 Array = NDArray[np.float64]
 
 TINY = 1e-12
+MEMORY = 20  # windows: an older one counts 1 / e of a new one
+MIN_MICRO_BATCHES = 20  # of a rank, before anything is said of it
+UNEVEN_FACTOR = 1.1
+STANDARD_ERRORS = 4.0
+_CONFIRMED_FACTOR = 1.05  # by a window's own fit
+
+# Iteratively reweighted least squares: the usual constants, for 95 % efficiency on normal residuals.
+_HUBER, _HUBER_TURNS = 1.345, 5
+_TUKEY, _TURNS = 4.685, 9
+_OF_DEVIATION = 1.4826  # standard deviation of a normal distribution / its median absolute deviation
 
 
 @dataclass(frozen=True)
@@ -32,7 +45,21 @@ class Fit:
         return self.a + self.b * tokens * (1.0 + np.asarray(longest, dtype=np.float64) / self.k)
 
 
-def robust_moments(x: Array, seconds: Array) -> tuple[Array, Array, Array, Array]:
+class RankFits(NamedTuple):
+    """Fits of all ranks.
+
+    Attributes:
+        theta: Coefficients of the features, `[ranks, 3]`.
+        k: See `Fit`; shared by all ranks.
+        noise: Relative, of one micro-batch, `[ranks]`.
+    """
+
+    theta: Array
+    k: float
+    noise: Array
+
+
+def robust_moments(x: Array, seconds: Array) -> tuple[Array, Array, RankFits]:
     """Weighted moments of each rank's records, outliers left out.
 
     Iteratively reweighted least squares on relative residuals, first with Huber's weights, then with Tukey's, which
@@ -44,62 +71,64 @@ def robust_moments(x: Array, seconds: Array) -> tuple[Array, Array, Array, Array
         seconds: `[ranks, micro-batches]`.
 
     Returns:
-        `[ranks, 4, 4]`, the moments of (features, seconds); `[ranks]`, the sum of the robust weights; `[ranks, 3]`,
-        the fit; `[ranks]`, its relative noise.
+        `[ranks, 4, 4]`, the moments of (features, seconds); `[ranks]`, the sum of the robust weights; and the fits.
     """
     measured = ~np.isnan(seconds)
-    level = np.maximum(np.nan_to_num(lower_median(seconds)), TINY)[:, None]
+    typical = np.maximum(np.nan_to_num(lower_median(seconds)), TINY)[:, None]
     y = np.where(measured, seconds, 0.0)
-    table = np.concatenate([x, y[..., None]], axis=2)
+    features_and_seconds = np.concatenate([x, y[..., None]], axis=2)
+
+    def moments(predicted: Array, robust: Array) -> Array:
+        weights = robust * (typical / predicted) ** 2
+        result: Array = (features_and_seconds * weights[..., None]).transpose(0, 2, 1) @ features_and_seconds
+        return result
+
     # to begin with, weight by the seconds themselves: that already makes little of what took too long
-    predicted, robust = np.maximum(y, 0.1 * level), measured.astype(np.float64)
-    for turn in range(9):
-        weights = robust * (level / predicted) ** 2
-        gram = (table * weights[..., None]).transpose(0, 2, 1) @ table
-        theta, _, noise = solve(gram, robust.sum(axis=1))
-        if turn == 8:
-            break
+    robust = measured.astype(np.float64)
+    gram = moments(np.maximum(y, 0.1 * typical), robust)
+    for turn in range(1, _TURNS):
+        fits = solve(gram, robust.sum(axis=1))
         # no micro-batch counts more than 100 typical ones, nor is a prediction negative
-        predicted = np.maximum((x @ theta[..., None])[..., 0], 0.1 * level)
+        predicted = np.maximum((x @ fits.theta[..., None])[..., 0], 0.1 * typical)
         residual = np.abs(y - predicted) / predicted
-        scale = 1.4826 * np.nan_to_num(lower_median(np.where(measured, residual, np.nan)))
+        scale = _OF_DEVIATION * np.nan_to_num(lower_median(np.where(measured, residual, np.nan)))
         distance = residual / np.maximum(scale, 1e-4)[:, None]
-        if turn < 5:
-            robust = measured * np.minimum(1.0, 1.345 / np.maximum(distance, TINY))
+        if turn <= _HUBER_TURNS:
+            robust = measured * np.minimum(1.0, _HUBER / np.maximum(distance, TINY))
         else:
-            robust = measured * (1.0 - np.minimum(distance / 4.685, 1.0) ** 2) ** 2
-    return gram, robust.sum(axis=1), theta, noise
+            robust = measured * (1.0 - np.minimum(distance / _TUKEY, 1.0) ** 2) ** 2
+        gram = moments(predicted, robust)
+    weight = robust.sum(axis=1)
+    return gram, weight, solve(gram, weight)
 
 
-def solve(gram: Array, weight: Array) -> tuple[Array, float, Array]:
+def solve(gram: Array, weight: Array) -> RankFits:
     """Each rank's fit, with the k that suits all of them best.
 
     Args:
         gram: Moments of (1, padded, padded * longest, seconds), `[ranks, 4, 4]`.
         weight: Observations of each rank, `[ranks]`.
-
-    Returns:
-        theta `[ranks, 3]`, k, and the relative noise `[ranks]`.
     """
-    pooled, count = gram.sum(axis=0), float(weight.sum())
+    count, straight = float(weight.sum()), _best_of(np.array([np.inf]), gram, weight)
+    pooled = gram.sum(axis=0)
     typical_length = math.sqrt(pooled[2, 2] / max(pooled[1, 1], TINY))
+    if not typical_length > 0:
+        return straight[1]
+    # k more than 100 lengths away is a straight line, and one below a thirtieth of a length a parabola
+    _, coarse = _best_of(typical_length * np.logspace(-1.5, 2, 22), gram, weight)
+    curve = _best_of(coarse.k * np.logspace(-1 / 6, 1 / 6, 15), gram, weight)
+    # Bayes' criterion for one more parameter, and a margin: a gain of 1 % in the squares does not matter
+    is_curve = count * math.log(straight[0] / curve[0]) > 10 + math.log(count + 1) + 0.01 * count
+    return (curve if is_curve else straight)[1]
 
-    def best_of(grid: Array) -> tuple[float, float, Array, Array]:
-        theta, squares = least_squares(gram, grid[:, None])
-        relative = squares / np.maximum(gram[:, 3, 3], TINY**2)  # [grid, ranks]: each rank's noise counts alike
-        pooled_squares = relative @ weight + 1e-9 * count + TINY
-        best = pooled_squares.argmin()
-        return float(grid[best]), float(pooled_squares[best]), theta[best], np.sqrt(relative[best])
 
-    k, straight, theta, noise = best_of(np.array([np.inf]))
-    if typical_length > 0:
-        # k more than 100 lengths away is a straight line, and one below a thirtieth of a length a parabola
-        coarse = best_of(typical_length * np.logspace(-1.5, 2, 22))
-        fine = best_of(coarse[0] * np.logspace(-1 / 6, 1 / 6, 15))
-        # Bayes' criterion for one more parameter, and a margin: a gain of 1 % in the squares does not matter
-        if count * math.log(straight / fine[1]) > 10 + math.log(count + 1) + 0.01 * count:
-            k, _, theta, noise = fine
-    return theta, k, noise
+def _best_of(grid: Array, gram: Array, weight: Array) -> tuple[float, RankFits]:
+    """The sum of squares and the fits with the best k of a grid."""
+    theta, squares = least_squares(gram, grid[:, None])
+    relative = squares / np.maximum(gram[:, 3, 3], TINY**2)  # [grid, ranks]: each rank's noise counts alike
+    pooled = relative @ weight + 1e-9 * float(weight.sum()) + TINY
+    best = pooled.argmin()
+    return float(pooled[best]), RankFits(theta[best], float(grid[best]), np.sqrt(relative[best]))
 
 
 def least_squares(gram: Array, k: Array | np.float64) -> tuple[Array, Array]:
@@ -131,5 +160,114 @@ def least_squares(gram: Array, k: Array | np.float64) -> tuple[Array, Array]:
 def lower_median(values: Array) -> Any:
     """The lower median over the last axis, so that of two ranks the faster is the reference; NaNs are left out."""
     count = np.count_nonzero(~np.isnan(values), axis=-1)  # NaNs are sorted to the end
-    place = np.maximum(count - 1, 0) // 2
-    return np.take_along_axis(np.sort(values, axis=-1), np.asarray(place)[..., None], axis=-1)[..., 0]
+    middle = np.asarray(np.maximum(count - 1, 0) // 2)
+    return np.take_along_axis(np.sort(values, axis=-1), middle[..., None], axis=-1)[..., 0]
+
+
+class WindowSpeeds(NamedTuple):
+    """How fast the ranks are in a window; `theta` are coefficients of the features.
+
+    Attributes:
+        running: The fits of about the last `MEMORY` windows.
+        of_window: theta of this window alone, `[ranks, 3]`.
+        reference: theta of the typical rank, `[3]`.
+        pace: The typical rank's time in this window, as a multiple of what `reference` says.
+        factor: Each rank's time for equal cost, as a multiple of the typical one's.
+        stands_out: Whether a rank is slow or fast beyond chance.
+    """
+
+    running: RankFits
+    of_window: Array
+    reference: Array
+    pace: float
+    factor: Array
+    stands_out: NDArray[np.bool_]
+
+
+class RankSpeeds:
+    """Running fits of the ranks' speeds, and which ranks stand out.
+
+    Within a window outliers are found by a robust fit of that window alone, so a lasting change is not taken for one;
+    the window's weighted moments then enter running moments in which a window that is `MEMORY` windows old counts
+    1 / e.
+
+    A rank stands out in a window if for equal cost the running fit puts it at `UNEVEN_FACTOR` times the (lower) median
+    rank or more, or as much below it, beyond `STANDARD_ERRORS`, and the window's own fit confirms it; or if the own
+    fits of two windows in a row do.
+
+    Args:
+        ranks: How many there are.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.latest: WindowSpeeds | None = None
+        self._gram, self._weight, self._features = np.zeros((ranks, 4, 4)), np.zeros(ranks), np.zeros(3)
+        self._side = np.zeros(ranks)  # of the last window's own fit, see `_sides`
+        # Of slow ranks and of fast ones: in how many windows a rank was so, and the sum of its factors there. Each
+        # counted over all windows, and with older ones fading.
+        self._windows = np.zeros(2)  # [all or fading]
+        self._times, self._factors = np.zeros((2, 2, ranks)), np.zeros((2, 2, ranks))  # [side, all or fading, rank]
+
+    def learn(self, features: Array, seconds: Array) -> WindowSpeeds:
+        """Fit a window, add its moments to the running ones, and return what these show now.
+
+        Args:
+            features: `[micro-batches, ranks, 3]`.
+            seconds: `[micro-batches, ranks]`, NaN where not measured.
+        """
+        measured = np.isfinite(seconds)
+        x = np.ascontiguousarray((features * measured[..., None]).transpose(1, 0, 2))
+        gram, weight, window = robust_moments(x, np.where(measured, seconds, np.nan).T)
+        fading, per_rank = math.exp(-1 / MEMORY), x.sum(axis=1)
+        self._gram = fading * self._gram + gram
+        self._weight = fading * self._weight + weight
+        self._features = fading * self._features + per_rank.sum(axis=0)
+
+        running = solve(self._gram, self._weight)
+        with np.errstate(divide="ignore", invalid="ignore"):  # a rank that was never measured has no factor
+            level = np.where(self._weight > 0, running.theta @ self._features, np.nan)
+            factor = level / lower_median(level)
+            typical = np.abs(factor - 1) <= UNEVEN_FACTOR - 1
+            reference = least_squares(self._gram[typical].sum(axis=0), np.float64(running.k))[0]
+            lately = np.einsum("rf,rf->r", per_rank, window.theta) / (per_rank @ reference)
+            pace = float(lower_median(np.where(weight > 0, lately, np.nan)))
+            lately /= pace  # all ranks may have changed together
+            steady, now = _sides(factor, running.noise, self._weight), _sides(lately, window.noise, weight)
+            confirmed = np.where(factor > 1, lately > _CONFIRMED_FACTOR, lately < 1 / _CONFIRMED_FACTOR)
+        # the running fit is slow to see a change; two windows in a row show it as well
+        stands_out = (steady != 0) & confirmed | (now != 0) & (now == self._side)
+        self._side = now
+        factor = np.where(steady != 0, factor, lately)
+        keep = np.array([1.0, fading])
+        self._windows = keep * self._windows + 1.0
+        on_side = np.stack([stands_out & (factor > 1), stands_out & (factor < 1)])[:, None]
+        self._times = keep[:, None] * self._times + on_side
+        self._factors = keep[:, None] * self._factors + np.where(on_side, factor, 0.0)
+        self.latest = WindowSpeeds(running, window.theta, reference, pace, factor, stands_out)
+        return self.latest
+
+    def uneven(self) -> dict[int, float]:
+        """The ranks (by index) that stood out in more than half of the windows, of all or of the last, and how much.
+
+        A mean over all windows goes before one over the last.
+        """
+        mean: dict[int, float] = {}
+        for times, factors in zip(self._times, self._factors, strict=True):
+            for counted in (1, 0):
+                for rank in np.flatnonzero(2 * times[counted] > self._windows[counted]):
+                    mean[int(rank)] = float(factors[counted, rank] / times[counted, rank])
+        return dict(sorted(mean.items()))
+
+
+def _sides(factor: Array, noise: Array, weight: Array) -> Array:
+    """Tell for each rank whether it is slow (1), fast (-1) or neither (0), beyond what noise explains.
+
+    Args:
+        factor: Its time for equal cost, as a multiple of the typical rank's.
+        noise: Relative, of one micro-batch.
+        weight: Number of micro-batches.
+    """
+    error = noise / np.sqrt(weight)
+    certain = np.abs(factor - 1) > STANDARD_ERRORS * np.hypot(factor * error, lower_median(error))
+    side = np.where(factor >= UNEVEN_FACTOR, 1.0, np.where(factor <= 1 / UNEVEN_FACTOR, -1.0, 0.0))
+    return np.where(certain & (weight >= MIN_MICRO_BATCHES), side, 0.0)

@@ -16,9 +16,7 @@ from lightning_lengthpool.advise.advisor import Plan, advise
 from lightning_lengthpool.advise.check_context import Evidence
 from lightning_lengthpool.advise.checks import check_all
 from lightning_lengthpool.advise.choice import yaml_lines
-from lightning_lengthpool.advise.differences import difference_of_ranks, drift_of
 from lightning_lengthpool.advise.facts import (
-    batch_samples,
     bound,
     cost_of,
     describe,
@@ -29,9 +27,11 @@ from lightning_lengthpool.advise.facts import (
 from lightning_lengthpool.advise.scan.scan import BatchCheck, Stream, Survey
 from lightning_lengthpool.ordering.efficiency import idle_fraction
 from lightning_lengthpool.ordering.settings import PoolSettings
+from lightning_lengthpool.runs.distribution import difference_of_ranks, drift_of
 from lightning_lengthpool.runs.records import COLUMNS
 from lightning_lengthpool.runs.run import load_run
 from lightning_lengthpool.runs.steps_file import StepsFile
+from lightning_lengthpool.simulation.choose import batch_samples
 from lightning_lengthpool.simulation.predict import Case, Interval, Prediction, predict
 
 SIZES = (100, 1000, 3000)
@@ -58,7 +58,7 @@ def predicted(idle, padding=0.0, case=POOL.case, width=0.01):
 
 def checks(survey, plan=POOL, *, idle=0.05, without=0.5, width=0.01, machine_bytes=None):
     """The checks by their key, without a simulation."""
-    batch = batch_samples(survey.costs, plan)
+    batch = batch_samples(survey.costs, plan.batch_size, plan.max_tokens)
     evidence = Evidence(
         survey=survey,
         plan=plan,
@@ -567,7 +567,7 @@ def test_a_token_budget_stays_with_stream():
     advice, lines = recommended(survey, plan, sizes=(100, 1000))
     assert {found.case.policy for found in advice.predictions} == {"none", "stream"}
     assert lines["pool_size"] == 1000 and "policy" not in lines
-    assert advice.relation.batch_samples == pytest.approx(batch_samples(survey.costs, plan))
+    assert advice.relation.batch_samples == pytest.approx(batch_samples(survey.costs, plan.batch_size, plan.max_tokens))
     baseline = next(found for found in advice.predictions if found.case.policy == "none")
     assert baseline.case.batch_size == 32_000 // int(survey.lengths.max())
 

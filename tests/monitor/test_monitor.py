@@ -226,7 +226,7 @@ def test_the_table_and_the_file_tell_the_same(tmp_path):
     monitor = SyncMonitor(every_n_steps=2)
     fit(tmp_path, monitor, batches=5)
     from_file = summarize(read_steps(tmp_path / "sync" / "steps.csv"))
-    live = monitor.journal.totals.summary()
+    live = monitor.writer.log.totals.summary()
     (live_rank,), (file_rank,) = live.pop("ranks"), from_file.pop("ranks")
     assert live == pytest.approx(from_file, abs=1e-4, rel=1e-2)
     assert live_rank == pytest.approx(file_rank, abs=1e-4)
@@ -453,7 +453,7 @@ def test_records_are_dropped_once_exchanged(tmp_path):
     monitor = Counting(every_n_steps=2)
     fit(tmp_path, monitor, batches=9)
     assert monitor.most == 1 and len(read_steps(tmp_path / "sync" / "steps.csv")["step"]) == 9
-    assert math.isfinite(monitor.journal.totals.summary()["idle_fraction_compute"])
+    assert math.isfinite(monitor.writer.log.totals.summary()["idle_fraction_compute"])
 
 
 def test_run_ranks_names_the_rank_that_hangs_or_fails(tmp_path):

@@ -101,8 +101,9 @@ def fit_all(root: Path) -> dict[str, tuple[dict[str, Any], list[str], list[str]]
             warnings.simplefilter("always")
             runner.fit(Model(fault), Loader(fault, runner.global_rank))
         alerts = [str(warning.message) for warning in caught if "the ranks waited" in str(warning.message)]
-        if monitor.journal is not None:
-            found[fault] = asdict(monitor.journal.causes.summary()), monitor.journal.findings(), alerts
+        if monitor.writer is not None:
+            log = monitor.writer.log
+            found[fault] = asdict(log.causes.summary()), log.findings(), alerts
         else:
             assert not alerts
     return found

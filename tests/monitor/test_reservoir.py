@@ -2,7 +2,7 @@ import random
 
 import numpy as np
 
-from lightning_lengthpool.monitor.reservoir import Reservoir
+from lightning_lengthpool.monitor.recorder import Reservoir
 
 
 def test_keeps_all_while_there_is_room():

@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoa
 
 from helpers.monitored import Loader, Model, trainer
 from lightning_lengthpool.monitor.callback import SyncMonitor
-from lightning_lengthpool.monitor.run_folder import base_folder
+from lightning_lengthpool.monitor.run_files import base_folder
 from lightning_lengthpool.runs.run import find_steps
 from lightning_lengthpool.runs.steps_file import read_steps
 

@@ -12,8 +12,8 @@ from lightning_lengthpool.advise import command
 from lightning_lengthpool.cli import main
 from lightning_lengthpool.report import page
 from lightning_lengthpool.report.compare import compare
+from lightning_lengthpool.report.drawings import DRAWINGS, draw
 from lightning_lengthpool.report.out_folder import make_out
-from lightning_lengthpool.report.page import DRAWINGS, draw
 from lightning_lengthpool.runs.run import find_steps, load_run
 
 

@@ -14,8 +14,10 @@ from PIL import Image
 from helpers.runs import write_run
 from lightning_lengthpool.ordering import efficiency
 from lightning_lengthpool.report import page
+from lightning_lengthpool.report.drawings import SEED, draw, newest
 from lightning_lengthpool.runs.records import COLUMNS
 from lightning_lengthpool.runs.run import find_steps, load_run
+from lightning_lengthpool.runs.words import percent
 
 FIGURES = ("compute", "lengths", "causes", "distribution", "correlation")
 
@@ -107,10 +109,10 @@ def test_a_baseline_stands_beside_the_run(tmp_path):
 
 def test_the_simulated_order_has_the_same_batches_of_each_rank(tmp_path):
     run = load_run(write_run(tmp_path / "steps.csv"))
-    drawing = page.draw(run)[1]
-    shuffled = np.random.default_rng(page._SEED).permuted(run.costs, axis=0)
+    drawing = draw(run)[1]
+    shuffled = np.random.default_rng(SEED).permuted(run.costs, axis=0)
     assert (np.sort(shuffled, axis=0) == np.sort(run.costs, axis=0)).all()
-    assert f"{100 * efficiency.idle_fraction(shuffled):.1f} %" in drawing.alt
+    assert percent(efficiency.idle_fraction(shuffled)) in drawing.alt
     assert drawing.figure.axes[0].get_title().startswith("simulated: the same batches in random order")
 
 
@@ -148,7 +150,7 @@ def test_a_thinned_file_says_so_and_shows_steps_in_a_row(tmp_path):
     path = write_run(tmp_path / "steps.csv", steps=830, max_rows=1500)
     run = load_run(path)
     assert run.every == 2
-    rows = page._newest(run, 120)
+    rows = newest(run, 120)
     assert (np.diff(run.table["step"][rows]) == 1).all() and run.table["step"][rows][-1] == 699
     assert "thinned: one block of 100 steps in 2 was kept" in Page(page.report(path)).text
 

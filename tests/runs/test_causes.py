@@ -10,10 +10,10 @@ import pytest
 
 from helpers.lengths import heavy_tailed
 from lightning_lengthpool.ordering import efficiency
-from lightning_lengthpool.runs.causes import MEMORY, CauseTracker
-from lightning_lengthpool.runs.distribution import neighbour_correlation, non_iid
+from lightning_lengthpool.runs.causes import CauseTracker
+from lightning_lengthpool.runs.distribution import difference_of_ranks, floor_of, neighbour_correlation
 from lightning_lengthpool.runs.records import COLUMNS, by_step
-from lightning_lengthpool.runs.speed_fit import Fit
+from lightning_lengthpool.runs.speed_fit import MEMORY, Fit
 
 PARTS = ("lengths", "slow_rank", "data", "rest")
 
@@ -393,14 +393,14 @@ def test_wrong_input_is_refused():
         tracker.add(records(np.ones((2, 3)), np.ones((2, 3))))
 
 
-def test_non_iid_ranks_leave_a_floor_that_chance_does_not():
+def test_ranks_of_other_lengths_leave_a_floor_that_chance_does_not():
     rng = np.random.default_rng(15)
-    assert non_iid(np.array([[1.0, 3.0], [2.0, 1.0]]), rng).floor == pytest.approx(1 - (1 + 2.5) / (1 + 3))
+    assert floor_of([[1.0, 3.0], [2.0, 1.0]]) == pytest.approx(1 - (1 + 2.5) / (1 + 3))
     lengths = heavy_tailed(rng, 2000, 4)
-    same = non_iid(lengths, rng)
-    assert not same.differs and abs(same.excess) < 0.02
-    other = non_iid(lengths * [1, 1, 1, 2], rng)
-    assert other.differs and other.excess == pytest.approx(other.floor - other.chance)
+    same = difference_of_ranks([*lengths.T])
+    assert not same.is_sure and abs(same.excess) < 0.02
+    other = difference_of_ranks([*(lengths * [1, 1, 1, 2]).T])
+    assert other.is_sure and other.excess == pytest.approx(other.floor - other.chance)
     assert other.floor == pytest.approx(1 - (5 / 4) / 2, abs=0.02)  # the other three are half of the largest
 
 

@@ -8,9 +8,12 @@ import pytest
 
 from helpers.lengths import heavy_tailed
 from lightning_lengthpool.ordering import efficiency
+from lightning_lengthpool.ordering.reference_costs import ReferenceCosts
+from lightning_lengthpool.ordering.settings import PoolSettings
 from lightning_lengthpool.runs.causes import Summary
-from lightning_lengthpool.runs.findings import POOL_SIZES, _Prediction, compact_ranges, findings
+from lightning_lengthpool.runs.findings import findings
 from lightning_lengthpool.runs.speed_fit import Fit
+from lightning_lengthpool.runs.words import compact_ranges
 from lightning_lengthpool.simulation.simulate import simulate
 
 SETTINGS = {"policy": "pool", "pool_size": 1000, "batch_size": 1, "num_workers": 1}
@@ -66,21 +69,22 @@ def test_one_rank():
 
 
 def predicted(sentence):
-    return float(re.search(r"about (\d+) % \(predicted\)$", sentence)[1]) / 100
+    return float(re.search(r"about ([\d.]+) % idle \(predicted\)", sentence)[1]) / 100
 
 
 def simulated_idle(lengths, policy, pool_size, batch_size=1):
     pooled = [np.concatenate(lengths)] * len(lengths)
-    return efficiency.idle_fraction(simulate(pooled, policy, pool_size, batch_size, 10_000 // batch_size).padded)
+    settings = PoolSettings(batch_size=batch_size, pool_size=pool_size, policy=policy)
+    return efficiency.idle_fraction(simulate(pooled, settings, 10_000 // batch_size).padded)
 
 
 def test_lengths_with_a_prediction():
     lengths = lengths_by_rank()
     (sentence,) = findings(summary(lengths=0.41), lengths=lengths, settings=SETTINGS | {"policy": "none"})
-    assert sentence.startswith("lengths cause 41 % idle: policy stream with pool_size 1000 would leave about ")
-    idle = {size: simulated_idle(lengths, "stream", size) for size in POOL_SIZES}
-    assert predicted(sentence) == pytest.approx(idle[1000], abs=0.006)
-    assert idle[1000] <= idle[3000] + 0.02 < idle[300]
+    assert sentence.startswith("lengths cause 41 % idle: stream, pool_size 300 would leave about ")
+    idle = {size: simulated_idle(lengths, "stream", size) for size in (100, 300, 1000)}
+    assert predicted(sentence) == pytest.approx(idle[300], abs=0.006)
+    assert idle[300] + 0.02 < idle[100] and idle[300] < idle[1000] + 0.02  # so no larger one is worth it
     other = sentence.replace("idle: ", "idle: with LengthPoolDataModule, ")
     assert findings(summary(lengths=0.41), lengths=lengths) == [other]  # any other data module has no pool
 
@@ -88,32 +92,18 @@ def test_lengths_with_a_prediction():
 def test_many_ranks_are_simulated_as_many():
     lengths = lengths_by_rank(200, 200)
     (sentence,) = findings(summary(200, lengths=0.41), lengths=lengths, settings=SETTINGS | {"policy": "none"})
-    size = int(re.search(r"policy stream with pool_size (\d+) would leave", sentence)[1])
-    truth = efficiency.idle_fraction(simulate([np.concatenate(lengths)] * 200, "stream", size, 1, 1000).padded)
+    size = int(re.search(r"idle: stream, pool_size (\d+), reference_lengths would leave", sentence)[1])
+    pooled = np.concatenate(lengths)
+    pool = PoolSettings(pool_size=size, policy="stream", reference=ReferenceCosts({None: pooled}))
+    truth, of_few = (efficiency.idle_fraction(simulate([pooled] * ranks, pool, 1000).padded) for ranks in (200, 8))
     assert predicted(sentence) == pytest.approx(truth, abs=0.015)
-    assert truth > 1.5 * simulated_idle(lengths[:8], "stream", size)  # which fewer ranks would not show
-
-
-def test_sizes_are_tried_from_the_largest_one_down(monkeypatch):
-    asked = []
-
-    def predict(summary, lengths, settings, policy, size):
-        asked.append((policy, size))
-        waste = {0: 0.5, 100: 0.5, 300: 0.115, 1000: 0.107, 3000: 0.1}[size] + (policy == "pool") * 0.01
-        return _Prediction(0.5 if policy == "none" else waste, 0.0)
-
-    monkeypatch.setattr("lightning_lengthpool.runs.findings._predict", predict)
-    (sentence,) = findings(summary(lengths=0.4), lengths=lengths_by_rank(), settings=SETTINGS | {"pool_size": 100})
-    assert sentence.endswith("idle: pool_size 1000 would leave about 12 % (predicted)")
-    assert len(asked) == len(set(asked)) and ("stream", 300) not in asked
-    (sentence,) = findings(summary(lengths=0.4), lengths=lengths_by_rank(), settings=SETTINGS | {"policy": "none"})
-    assert "policy stream with pool_size 300 would leave" in sentence
+    assert truth > 1.5 * of_few  # which fewer ranks would not show
 
 
 def test_the_policy_stays_if_it_is_about_as_good():
     lengths = lengths_by_rank()
     (sentence,) = findings(summary(lengths=0.2), lengths=lengths, settings=SETTINGS | {"pool_size": 100})
-    assert sentence.startswith("lengths cause 20 % idle: pool_size 1000 would leave about ")
+    assert sentence.startswith("lengths cause 20 % idle: pool, pool_size 1000 would leave about ")
     assert predicted(sentence) == pytest.approx(simulated_idle(lengths, "pool", 1000), abs=0.006)
 
 
@@ -121,36 +111,36 @@ def test_padding_counts_as_well():
     settings = SETTINGS | {"batch_size": 8}
     (sentence,) = findings(summary(lengths=0.06), lengths=lengths_by_rank(), settings=settings)
     assert re.fullmatch(
-        r"lengths cause 6 % idle: policy (blocks|stream) with pool_size \d+ would leave about \d % idle and [0-2] % "
+        r"lengths cause 6\.0 % idle: (blocks|stream), pool_size \d+ would leave about [\d.]+ % idle and [0-2]\.\d % "
         r"padding \(predicted\)",
         sentence,
     )
     (sentence,) = findings(summary(lengths=0.06), lengths=lengths_by_rank(), settings=settings | {"policy": "blocks"})
-    assert "the present setting (policy blocks with pool_size 1000) is already near the best" in sentence
+    assert "the present setting (blocks, pool_size 1000) is already near the best" in sentence
 
 
 def test_batches_larger_than_the_pools_that_are_tried():
     (sentence,) = findings(summary(lengths=0.06), lengths=lengths_by_rank(), settings=SETTINGS | {"batch_size": 200})
-    assert re.search("pool_size (1000|3000) would leave", sentence)
+    assert re.search("stream, pool_size (3000|10000) would leave", sentence)
 
 
 def test_a_token_budget():
     settings = SETTINGS | {"policy": "stream", "batch_size": None, "max_tokens": 3000.0}
     (sentence,) = findings(summary(lengths=0.06), lengths=lengths_by_rank(), settings=settings)
-    assert "the present setting (policy stream with pool_size 1000) is already near the best" in sentence
+    assert "the present setting (stream, pool_size 1000) is already near the best" in sentence
     (sentence,) = findings(summary(lengths=0.2), lengths=lengths_by_rank(), settings=settings | {"pool_size": 20})
-    assert sentence.startswith("lengths cause 20 % idle: pool_size ")
+    assert sentence.startswith("lengths cause 20 % idle: stream, pool_size ")
 
 
 def test_raising_a_small_pool():
     (sentence,) = findings(summary(lengths=0.2), lengths=lengths_by_rank(), settings=SETTINGS | {"pool_size": 10})
-    assert sentence.startswith("lengths cause 20 % idle: pool_size 1000 would leave about ")
+    assert sentence.startswith("lengths cause 20 % idle: pool, pool_size 1000 would leave about ")
 
 
 def test_a_pool_that_cannot_get_much_better():
     (sentence,) = findings(summary(lengths=0.06), lengths=lengths_by_rank(), settings=SETTINGS)
     assert sentence.startswith(
-        "lengths cause 6 % idle: the present setting (policy pool with pool_size 1000) is already near the best that a "
+        "lengths cause 6.0 % idle: the present setting (pool, pool_size 1000) is already near the best that a "
         "pool can do here, about "
     )
 
@@ -182,7 +172,8 @@ def test_lengths_without_samples(settings, advice):
 
 def test_a_slow_rank_is_named_even_if_it_costs_little():
     assert findings(summary(slow_rank=0.03, uneven={3: 1.314}), hosts=["a", "a", "b", "b"]) == [
-        f"rank 3 on host b takes 1.31 x the median rank's time for equal cost (3 % idle): check its device {THROTTLING}"
+        "rank 3 on host b takes 1.31 x the median rank's time for equal cost (3.0 % idle): check its device "
+        f"{THROTTLING}"
     ]
 
 
@@ -209,7 +200,9 @@ def test_data():
         "encoder"
     ]
     assert findings(starved)[0].endswith("(23 % idle): use more workers, or a cheaper encoder")
-    assert findings(summary(8, data=0.06, data_ranks=[2]))[0].startswith("waiting for data costs 6 % idle on rank 2: ")
+    assert findings(summary(8, data=0.06, data_ranks=[2]))[0].startswith(
+        "waiting for data costs 6.0 % idle on rank 2: "
+    )
 
 
 def test_the_largest_cause_comes_first():
@@ -249,4 +242,15 @@ def test_time_spent_elsewhere_is_not_passed_over():
 
 def test_accumulation_that_does_not_even_out():
     (sentence,) = findings(summary(idle_compute=0.01, idle_micro_batches=0.4, micro_batches=2.0))
-    assert "micro-batches differ by 40 % idle and steps by 1 %" in sentence
+    assert "micro-batches differ by 40 % idle and steps by 1.0 %" in sentence
+
+
+def test_pools_are_no_larger_than_a_ranks_share_of_the_data_set():
+    settings = SETTINGS | {"policy": "none", "num_workers": 2}
+    (free,) = findings(summary(lengths=0.2), lengths=lengths_by_rank(), settings=settings)
+    (bound,) = findings(summary(lengths=0.2), lengths=lengths_by_rank(), settings=settings | {"rank_samples": 450})
+    assert "stream, pool_size 300 would" in free and "stream, pool_size 100 would" in bound
+    (bound,) = findings(
+        summary(lengths=0.2), lengths=lengths_by_rank(), settings=settings | {"policy": "pool", "rank_samples": 450}
+    )
+    assert bound.endswith("(predicted); today's pools hold more than the 450 samples that fall to a rank")

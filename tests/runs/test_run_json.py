@@ -67,5 +67,5 @@ def test_what_run_json_does_not_tell_is_not_missed(tmp_path, about):
 def test_lengths_that_cannot_be_used_are_one_sentence(tmp_path, lengths):
     path = write_run(tmp_path / "steps.csv")
     path.with_name("lengths.csv").write_bytes(lengths)
-    with pytest.raises(ValueError, match=r"lengths\.csv cannot be read, expected the columns .* move it away"):
+    with pytest.raises(ValueError, match=r"lengths\.csv cannot be read \(.*\), expected the columns .* move it away"):
         load_run(path)

@@ -1,6 +1,7 @@
-"""Numbers of an advice in words: with as many digits as they deserve."""
+"""Numbers in words: with as many digits as they deserve."""
 
 import math
+from collections.abc import Iterable
 
 from lightning_lengthpool.simulation.predict import Case, Interval
 
@@ -98,6 +99,33 @@ def ranks(count: int) -> str:
         ('1 rank', '512 ranks')
     """
     return f"{count:,} rank{'' if count == 1 else 's'}"
+
+
+def compact_ranges(numbers: Iterable[int]) -> str:
+    """Write numbers as ranges.
+
+    Example:
+        >>> compact_ranges([0, 1, 2, 3, 7, 8])
+        '0-3, 7, 8'
+    """
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+
+
+def ranks_named(numbers: Iterable[int]) -> str:
+    """Ranks by their numbers.
+
+    Example:
+        >>> ranks_named([3]), ranks_named([0, 1, 2, 7])
+        ('rank 3', 'ranks 0-2, 7')
+    """
+    named = list(numbers)
+    return f"rank{'' if len(named) == 1 else 's'} {compact_ranges(named)}"
 
 
 def _digits(value: float) -> str:
