@@ -1,20 +1,20 @@
 """The command line: Lightning's own (`fit`, `validate`, `test`, `predict`), `advise`, `compare` and `report`."""
 
 import argparse
+import inspect
 import io
 import os
+import re
 import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, DefaultHelpFormatter
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lightning_lengthpool import LengthPoolDataModule, SyncMonitor
 from lightning_lengthpool.ordering.local_paths import local_path
 from lightning_lengthpool.ordering.settings import POLICIES
-from lightning_lengthpool.report.compare import compare
-from lightning_lengthpool.report.page import STEPS, report
 
 DESCRIPTION = """Train with the same sample length on every rank at the same step.
 There are three more subcommands than Lightning's: 'advise' says before training what a pool would bring for a config's
@@ -28,11 +28,13 @@ Ctrl-C while it reads ends the reading; the advice is then on what was read."""
 
 OVERRIDES = "Any other option of fit goes over the YAMLs: --data.init_args.batch_size 4 --trainer.devices 2."
 
-ADVISE_MORE = """examples:
+ADVISE_MORE = f"""examples:
   train.py advise --config my.yaml
   train.py advise --config my.yaml --data.init_args.batch_size 4 --trainer.devices 8
   train.py advise --config my.yaml --world_size 64,512 --run runs/demo/version_0
   train.py advise --lengths lengths.csv --world_size 64 --batch_size 4
+
+{OVERRIDES}
 
 The report goes through: the pool's settings; how the lengths are distributed; idle, padding and useful fraction, as
 predicted for today's settings and for other pool sizes, policies and world sizes, with 90 % intervals; memory, start-up
@@ -45,12 +47,21 @@ read, which serves as data.init_args.reference_lengths).
 The number of ranks is trainer.devices x trainer.num_nodes, unless --world_size says otherwise; what had to be assumed
 is said. A callback or a model that fails does not matter. Exit status: 0, or 2 and one line if an input is wrong."""
 
+LENGTHS = """in place of a config: a CSV file with a column 'tokens', and if there are any, 'class' and 'rank' (the
+lengths.csv of SyncMonitor has them)"""
+
+COMPARE = """Run the same training once per policy, each in fresh processes with the same seeds, and print the measured
+figures side by side. Writes compare.json and compare.png."""
+
+REPORT = """Show where the time of a run goes, finished or still going: one HTML page that needs no network, with the
+causes of waiting in words and five figures, also written as PNGs beside it."""
+
 
 class _Parser(LightningArgumentParser):
     """Adds to a subcommand's help the settings of this package, which stand below 'init_args' in a YAML."""
 
-    def format_help(self) -> str:
-        text = super().format_help()
+    def format_help(self, *args: Any, **kwargs: Any) -> str:
+        text = super().format_help(*args, **kwargs)
         if "--data.help" not in text:
             return text  # not one of the subcommands that take a data module
         for key, cls in (("data.init_args", LengthPoolDataModule), ("trainer.callbacks.init_args", SyncMonitor)):
@@ -102,124 +113,103 @@ def parse_config(paths: Sequence[str], overrides: Sequence[str] = ()) -> Any:
     try:
         return _ConfigParser(args=args).config["fit"]
     except argparse.ArgumentError as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(_in_one_line(error)) from error
 
 
-def _compare_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="train.py compare",
-        usage="%(prog)s --config YAML [--config YAML ...] [--policies NAME ...] [--steps N] [--repeats N] [--out DIR] "
-        "[--val_metric NAME] [options of fit]",
-        description="Run the same training once per policy, each in fresh processes with the same seeds, and print the "
-        "measured figures side by side. Writes compare.json and compare.png.",
-        epilog=f"{OVERRIDES} compare sets the policy, the logger and the length of each run itself.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("-c", "--config", action="append", required=True, help="YAML as for fit; may be given again")
-    parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES), help="what to compare")
-    parser.add_argument(
-        "--steps",
-        type=int,
-        help="optimizer steps of each run, at least two pools; rounded up to whole pools, so that all policies see the "
-        "same samples (default: the config's max_steps)",
-    )
-    parser.add_argument(
-        "--repeats", type=int, default=1, help="runs per policy, each with a seed of its own (default: 1)"
-    )
-    parser.add_argument("--out", default="runs/compare", help="folder for the results (default: %(default)s)")
-    parser.add_argument(
-        "--val_metric", help="logged name of the validation loss (default: the first with 'val' and 'loss' in it)"
-    )
-    return parser
+# ---- the commands beside Lightning's
 
 
-class _OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
-
-
-def _advise_parser() -> argparse.ArgumentParser:
-    parser = _OneLineParser(
-        prog="train.py advise",
-        description=ADVISE,
-        epilog=ADVISE_MORE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("-c", "--config", action="append", help="YAML as for fit; may be given again")
-    source.add_argument(
-        "--lengths",
-        metavar="FILE",
-        help="in place of a config: a CSV file with a column 'tokens', and if there are any, 'class' and 'rank' (as in "
-        "the lengths.csv of SyncMonitor); of more than 200,000 lengths as many are drawn at random, which is said",
-    )
-    parser.add_argument(
-        "--world_size",
-        metavar="N[,N...]",
-        help="data-parallel ranks to predict for; the first is that of the run (default: the config's, or as many as "
-        "the column 'rank' names)",
-    )
-    parser.add_argument("--run", metavar="DIR", help="a steps.csv, or a folder with one below it: what a run measured")
-    parser.add_argument(
-        "--max_length",
-        type=int,
-        metavar="N",
-        help="the most tokens that the model takes (default: the model's setting)",
-    )
-    parser.add_argument(
-        "--out", metavar="DIR", default="runs/advise", help="folder for the results (default: %(default)s)"
-    )
-    config = parser.add_argument_group("with --config", "any option of fit goes over the YAMLs")
-    config.add_argument(
-        "--samples", type=int, metavar="N", help="samples to read, over all ranks, about (default: 5000)"
-    )
-    lengths = parser.add_argument_group("with --lengths (a config has its own)")
-    lengths.add_argument(
-        "--batch_size", type=int, metavar="N", help="samples of a micro-batch; with --max_tokens at most"
-    )
-    lengths.add_argument("--pool_size", type=int, metavar="N", help="samples of today's pool (default: there is none)")
-    lengths.add_argument("--max_tokens", type=float, metavar="N", help="what a batch may cost, in padded tokens")
-    return parser
-
-
-_WITH = {"config": ("samples",), "lengths": ("batch_size", "pool_size", "max_tokens")}
-
-
-def _advise(parser: argparse.ArgumentParser, options: dict[str, Any], overrides: Sequence[str]) -> None:
+def _advise(args: Sequence[str]) -> None:
     from lightning_lengthpool.advise.command import advise_config, advise_lengths  # training has no need of it
 
-    given = {name: value for name, value in options.items() if value is not None}
-    source, other = ("config", "lengths") if "config" in given else ("lengths", "config")
-    for name in _WITH[other]:
-        if name in given:
-            parser.error(f"--{name} goes with --{other}, not with --{source}")
+    parser = _parser("advise", ADVISE, ADVISE_MORE)
+    parser.add_argument("-c", "--config", action="append", help="YAML as for fit; may be given again")
+    parser.add_argument("--lengths", metavar="FILE", help=LENGTHS)
+    parser.add_function_arguments(advise_config, skip={"config"})
+    parser.add_function_arguments(advise_lengths, skip=set(parser.get_defaults().keys()))
+    own, overrides = _split(parser, args)
+    options = _parse(parser, own)
+    if (options["config"] is None) == (options["lengths"] is None):
+        raise ValueError("expected either --config or --lengths")
+    source, other = ("config", "lengths") if options["lengths"] is None else ("lengths", "config")
+    functions: dict[str, Callable[..., Any]] = {"config": advise_config, "lengths": advise_lengths}
+    function = functions[source]
+    taken = {name: value for name, value in options.items() if name in inspect.signature(function).parameters}
+    for name in (option.partition("=")[0].removeprefix("--") for option in own if option.startswith("--")):
+        if name not in taken:
+            raise ValueError(f"--{name} goes with --{other}, not with --{source}")
     if source == "config":
-        advise_config(parse_config(given.pop("config"), overrides), **given)
+        taken["config"] = parse_config(taken["config"], overrides)
     elif overrides:
-        parser.error(f"{' '.join(overrides)} goes with --config, not with --lengths")
-    else:
-        advise_lengths(**given)
+        raise ValueError(f"{' '.join(overrides)} goes with --config, not with --lengths")
+    function(**taken)
 
 
-def _report_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="train.py report",
-        description="Show where the time of a run goes, finished or still going: one HTML page that needs no network, "
-        "with the causes of waiting in words and five figures, also written as PNGs beside it.",
-    )
-    parser.add_argument("run", help="a steps.csv, or a folder with one somewhere below it (runs/demo/version_0)")
-    parser.add_argument("--baseline", metavar="RUN", help="the same of a run to compare with, say one without a pool")
-    parser.add_argument("--out", metavar="DIR", help="folder for report.html (default: 'report' beside the steps.csv)")
+def _compare(args: Sequence[str]) -> None:
+    from lightning_lengthpool.report.compare import compare
+
+    parser = _parser("compare", COMPARE, f"{OVERRIDES} compare sets the policy, the logger and the length of each run.")
     parser.add_argument(
-        "--steps",
-        type=int,
-        default=STEPS,
-        help="how many of the newest steps to show step by step (default: %(default)s)",
+        "-c", "--config", dest="configs", action="append", required=True, help="YAML as for fit; may be given again"
     )
-    return parser
+    parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES), help="what to compare")
+    parser.add_function_arguments(compare, skip={"config", "configs", "policies", "overrides"})
+    own, overrides = _split(parser, args)
+    options = _parse(parser, own)
+    compare(parse_config(options["configs"], overrides), **options, overrides=overrides)
+
+
+def _report(args: Sequence[str]) -> None:
+    from lightning_lengthpool.report.page import report
+
+    parser = _parser("report", REPORT)
+    parser.add_function_arguments(report, as_positional=True)
+    report(**_parse(parser, args))
+
+
+def _parser(command: str, description: str, more: str = "") -> ArgumentParser:
+    return ArgumentParser(
+        prog=f"train.py {command}",
+        description=description,
+        epilog=more,
+        formatter_class=_Formatter,
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+
+
+class _Formatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Leaves the line breaks of a description."""
+
+
+def _split(parser: ArgumentParser, args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A command's own arguments, and those that are left for `fit`: each option with the values behind it."""
+    names = {"c", "config", "h", "help", *parser.get_defaults().keys()}
+    own: list[str] = []
+    left: list[str] = []
+    target = own
+    for arg in args:
+        if re.match("-[^0-9.]", arg):  # no negative number
+            target = own if arg.lstrip("-").partition("=")[0] in names else left
+        target.append(arg)
+    return own, left
+
+
+def _parse(parser: ArgumentParser, args: Sequence[str]) -> dict[str, Any]:
+    try:
+        options: dict[str, Any] = parser.parse_args(args).as_dict()
+    except argparse.ArgumentError as error:
+        raise ValueError(_in_one_line(error)) from error
+    for name in {"lengths", "out"} & {name for name, value in options.items() if value is not None}:
+        options[name] = str(local_path(options[name], f"--{name}"))
+    return options
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+_COMMANDS = {"advise": _advise, "compare": _compare, "report": _report}
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -228,32 +218,21 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.path.insert(0, os.getcwd())
     if isinstance(sys.stdout, io.TextIOWrapper):  # a path may hold bytes that are no text
         sys.stdout.reconfigure(errors="backslashreplace")
-    given = sys.argv[1:] if args is None else list(args)
-    if given[:1] not in (["advise"], ["compare"], ["report"]):
+    name, *rest = (sys.argv[1:] if args is None else args) or [""]
+    if name not in _COMMANDS:
         LengthPoolCLI(args)
         return
-    parsers = {"advise": _advise_parser, "compare": _compare_parser, "report": _report_parser}
-    parser = parsers[given[0]]()
-    known, overrides = parser.parse_known_args(given[1:])
-    options = vars(known)
     try:
-        for name in {"lengths", "out"} & {name for name, value in options.items() if value is not None}:
-            options[name] = str(local_path(options[name], f"--{name}"))
-        if given[0] == "advise":
-            _advise(parser, options, overrides)
-        elif given[0] == "compare":
-            configs = options.pop("config")
-            compare(parse_config(configs, overrides), configs, **options, overrides=overrides)
-        elif overrides:
-            parser.error(f"unrecognized arguments: {' '.join(overrides)}")
-        else:
-            report(**options)
+        _COMMANDS[name](rest)
     except (ValueError, OSError) as error:
-        parser.error(str(error))
+        # a run that failed in compare is shown with the end of its output
+        print(f"train.py {name}: error: {error if name == 'compare' else _in_one_line(error)}", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
-        if given[0] != "advise":
+        if name != "advise":
             raise
-        parser.exit(130, f"{parser.prog}: interrupted\n")
+        print(f"train.py {name}: interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == "__main__":

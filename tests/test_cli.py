@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import functools
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from lightning_lengthpool.advise.command import advise_config
 from lightning_lengthpool.cli import main
 from lightning_lengthpool.runs.records import COLUMNS
 
@@ -145,13 +147,17 @@ def test_an_option_that_fit_does_not_take_is_named(capsys: pytest.CaptureFixture
 
 def test_advise_takes_the_options_of_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[tuple[Any, dict[str, Any]]] = []
-    monkeypatch.setattr(
-        "lightning_lengthpool.advise.command.advise_config", lambda config, **rest: given.append((config, rest))
-    )
+
+    @functools.wraps(advise_config)
+    def note(config: Any, **rest: Any) -> None:
+        given.append((config, rest))
+
+    monkeypatch.setattr("lightning_lengthpool.advise.command.advise_config", note)
     main(["advise", *configs("demo"), "--data.init_args.batch_size", "4", "--samples", "9", "--trainer.devices=3"])
     ((config, rest),) = given
     assert config["data"]["init_args"]["batch_size"] == 4 and int(config["trainer"]["devices"]) == 3
-    assert rest == {"samples": 9, "out": "runs/advise"}
+    unset = dict.fromkeys(("world_size", "run", "max_length"))
+    assert rest == {"samples": 9, "out": "runs/advise", **unset}
 
 
 @pytest.mark.parametrize(
@@ -177,7 +183,7 @@ def test_a_url_where_a_local_path_is_needed_is_named(
 
 def test_a_run_that_fails_ends_compare_with_its_output(cache: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.yaml"
-    broken.write_text("data: {init_args: {val_path: /nowhere}}\nmodel: {init_args: {lr: -1.0}}\n")
+    broken.write_text("model: {init_args: {lr: -1.0}}\n")
     done = run(["compare", *configs("demo"), "--config", str(broken), "--out", "out"], cache, tmp_path, check=False)
     assert done.returncode == 2 and "the run of policy none failed" in done.stderr and "-1.0" in done.stderr
 
@@ -199,8 +205,8 @@ def test_report_says_in_one_line_why_there_is_none(tmp_path: Path, capsys: pytes
     ):
         with pytest.raises(SystemExit) as ended:
             main(["report", str(path)])
-        usage, *others = capsys.readouterr().err.strip().splitlines()
-        assert ended.value.code == 2 and len(others) == 1 and said in others[0]
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        assert ended.value.code == 2 and said in line
 
 
 def test_advise_says_what_a_pool_brings_for_a_blend(cache: Path, tmp_path: Path) -> None:
@@ -222,7 +228,7 @@ def test_help_is_the_manual(cache: Path, tmp_path: Path) -> None:
     general = run(["--help"], cache, tmp_path).stdout
     assert "compare --help" in general and "advise --help" in general
     manual = run(["advise", "--help"], cache, tmp_path).stdout
-    for part in ("--config", "--lengths", "--world_size N[,N...]", "--run", "lengths.csv", "Exit status"):
+    for part in ("--config", "--lengths", "--world_size WORLD_SIZE", "N[,N...]", "--run", "lengths.csv", "Exit status"):
         assert part in manual
     assert "--repeats" in run(["compare", "--help"], cache, tmp_path).stdout
     assert "--baseline" in run(["report", "--help"], cache, tmp_path).stdout

@@ -6,33 +6,36 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_lengthpool.advise.advice import Bottleneck, Causes, Cost, Distribution, Outliers, Plan, Relation
+from lightning_lengthpool.advise.advice import Bottleneck, Causes, Cost, Distribution, Outliers, Plan, Relation, Verdict
 from lightning_lengthpool.ordering.sorted_pool import HISTORY, SNAPSHOT_SAMPLES
-from lightning_lengthpool.runs.causes import Summary
-from lightning_lengthpool.runs.findings import NAMED_FROM
+from lightning_lengthpool.runs.run import Run
 from lightning_lengthpool.runs.words import number, percent, ranks
-from lightning_lengthpool.simulation.predict import Case, Prediction
+from lightning_lengthpool.simulation.cases import Case
+from lightning_lengthpool.simulation.choose import waste
+from lightning_lengthpool.simulation.predict import Prediction
 
 if TYPE_CHECKING:
-    from lightning_lengthpool.advise.scan.scan import Survey
+    from lightning_lengthpool.advise.scan.length_scan import LengthScan
 
 Array = NDArray[np.float64]
 
 PERCENTILES = (5, 25, 50, 75, 90, 95, 99, 100)
 OUTLIERS = (0.01, 0.05)
+NAMED_FROM = 0.05  # a smaller part of the time is no cause worth a sentence
 _BINS = 12
 _SPREAD = 8.0  # longest of most / shortest of most, from which on a histogram is logarithmic
 _FEW = 100  # lengths, of which nothing can be said about the longest 1 %
 _COST_BYTES = 8  # of a cost that 'stream' remembers
 
 
-def describe(lengths: Array, world_size: int, batch_size: int) -> Distribution:
+def describe(lengths: Array, world_size: int, batch_size: int, drawn_from: int | None = None) -> Distribution:
     """Describe lengths.
 
     Args:
         lengths: One or more.
         world_size: Ranks to which the share of outliers applies.
         batch_size: Samples of a batch, for the same.
+        drawn_from: How many lengths these were drawn from.
     """
     mean = float(lengths.mean())
     cv = float(lengths.std() / mean) if mean > 0 else 0.0
@@ -50,6 +53,7 @@ def describe(lengths: Array, world_size: int, batch_size: int) -> Distribution:
         variance=_variance(cv),
         outliers=long,
         dominates=bool(long) and long[-1].of_waiting > 0.5,
+        drawn_from=drawn_from,
     )
 
 
@@ -119,11 +123,11 @@ def _edges(lengths: Array) -> Array:
 
 
 def full_pool(case: Case) -> int:
-    """Samples of a full pool: 'blocks' and 'stream' round down to whole batches."""
+    """Samples of a full pool; 0 without one."""
     return 0 if case.settings.is_off else case.settings.capacity
 
 
-def cost_of(case: Case, plan: Plan, survey: "Survey", batch: float) -> Cost:
+def cost_of(case: Case, plan: Plan, scan: "LengthScan", batch: float) -> Cost:
     """What a setting takes.
 
     A pool of 'stream' is always full; one of 'pool' and 'blocks' fills while the last one is handed out, one sample in
@@ -134,50 +138,45 @@ def cost_of(case: Case, plan: Plan, survey: "Survey", batch: float) -> Cost:
     Args:
         case: The setting.
         plan: For the rest of the settings.
-        survey: For what a sample weighs and takes.
+        scan: For what a sample weighs and takes.
         batch: Samples of a batch.
     """
-    size = full_pool(case)
-    workers, encode = plan.pools, survey.encode_seconds
-    worker = None
-    if survey.sample_bytes is not None:
-        worker = size * survey.sample_bytes + (HISTORY * size * _COST_BYTES if case.policy == "stream" else 0)
+    size, encode = full_pool(case), scan.encode_seconds
+    worker = rank = node = None
+    if scan.sample_bytes is not None:
+        worker = size * scan.sample_bytes + (HISTORY * size * _COST_BYTES if case.settings.is_stream else 0)
+        rank = worker * plan.pools_per_rank
+        node = rank * plan.ranks_on_node
     a_batch = None if encode is None else batch * encode
-    if plan.max_tokens is None and survey.batch_seconds is not None:
-        a_batch = survey.batch_seconds  # with what follows the pool
+    if plan.settings.max_tokens is None and scan.batch_seconds is not None:
+        a_batch = scan.batch_seconds  # with what follows the pool
     first = size or batch
-    if plan.warmup is not None and case.policy in ("pool", "blocks"):
-        first = plan.warmup[0]
-    restore = None
-    if size and survey.restore_seconds is not None and encode is not None:
-        restore = size * survey.restore_seconds + max(size, SNAPSHOT_SAMPLES) * encode
-    on_node = ranks_on_node(plan)
+    if plan.settings.warmup is not None and case.policy in ("pool", "blocks"):
+        first = plan.settings.warmup.initial
+    restore = None if size else 0.0
+    if size and scan.restore_seconds is not None and encode is not None:
+        restore = size * scan.restore_seconds + max(size, SNAPSHOT_SAMPLES) * encode
     return Cost(
         case=case,
         pool_samples=size,
         worker_bytes=worker,
-        rank_bytes=None if worker is None else worker * workers,
-        node_bytes=None if worker is None else worker * workers * on_node,
+        rank_bytes=rank,
+        node_bytes=node,
         first_batch_seconds=None if encode is None or a_batch is None else max(0.0, first - batch) * encode + a_batch,
         stall_seconds=0.0,
-        batch_seconds=None if a_batch is None else a_batch / workers,
-        restore_seconds=restore if size else 0.0,
+        batch_seconds=None if a_batch is None else a_batch / plan.pools_per_rank,
+        restore_seconds=restore,
     )
 
 
-def ranks_on_node(plan: Plan) -> int:
-    """Ranks that share a machine's memory; where that is not known as many as there are, up to 8."""
-    return plan.ranks_per_node or min(plan.world_size, 8)
-
-
-def relate(plan: Plan, survey: "Survey", batch: float, best: Case) -> Relation:
+def relate(plan: Plan, scan: "LengthScan", batch: float, best: Case) -> Relation:
     """How pool_size, batch_size and num_workers go together today, and in the recommended setting."""
-    size = full_pool(plan.case)
-    share = None if survey.rank_samples is None else min(survey.rank_samples)
-    held = size * plan.pools
+    budget, share = plan.settings.max_tokens, scan.fewest_of_rank()
+    size = 0 if plan.is_off else full_pool(plan.case)
+    held = size * plan.pools_per_rank
     relation = [f"a batch has {number(round(batch, 1))} sample{'' if batch == 1 else 's'}"]
-    if plan.max_tokens is not None:
-        relation[0] += f" on average, as many as fit into max_tokens {number(plan.max_tokens)}"
+    if budget is not None:
+        relation[0] += f" on average, as many as fit into max_tokens {number(budget)}"
     if not size:
         relation.append("there is no pool to choose them from")
     else:
@@ -190,67 +189,62 @@ def relate(plan: Plan, survey: "Survey", batch: float, best: Case) -> Relation:
             relation.append(f"{share:,} samples of the data set fall to a rank, and its pools hold {part}")
             if held > share:
                 relation.append("a pool larger than its worker's share is not full before an epoch is over")
-    if (best.policy, best.pool_size) != (plan.case.policy, plan.case.pool_size) and (then := full_pool(best)):
+    if (best.policy, full_pool(best)) != (plan.settings.policy, size) and (then := full_pool(best)):
         relation.append(
             f"the recommended pool of {then:,} would hold {number(then / batch)} batches, and a rank "
-            f"{then * plan.pools:,} samples to choose from"
+            f"{then * plan.pools_per_rank:,} samples to choose from"
         )
     return Relation(batch, size / batch, held, share, tuple(relation))
 
 
 def bound(
-    today: Prediction, best: Prediction, floor: float, summary: Summary | None, name: str, basis: str
+    today: Prediction, best: Prediction, verdict: Verdict, floor: float, causes: Causes | None, basis: str
 ) -> Bottleneck:
     """Whether synchronisation can be the bottleneck.
 
     Args:
         today: The prediction for today's settings.
         best: That for the recommended ones.
+        verdict: What is recommended.
         floor: The idle fraction that no pool can go below: 0 if the ranks' lengths are distributed alike.
-        summary: Where the time of a measured run went.
-        name: The run's name.
+        causes: Where the time of a measured run went.
         basis: What idle is predicted in.
     """
     world_size, idle = today.case.world_size, today.idle.mean
     speed_up, reachable = 1 / (1 - idle), max(1.0, (1 - floor) / (1 - idle))
     useful = 1 / today.useful.mean if today.useful.mean > 0 else math.nan
     if world_size == 1:
-        said = ["one rank waits for nobody: only padding can be saved"]
+        sentences = ["one rank waits for nobody: only padding can be saved"]
     else:
-        said = [
+        sentences = [
             f"the lengths alone leave {ranks(world_size)} {percent(idle)} idle today (predicted, in {basis}): if no "
             f"rank ever waited, steps would be at most {number(round(speed_up, 2))} x as fast"
         ]
         if floor >= 0.01:
-            said.append(
+            sentences.append(
                 f"the ranks' lengths are distributed differently: any pool leaves about {percent(floor)} idle, so a "
                 f"pool makes steps at most {number(round(reachable, 2))} x as fast"
             )
     if today.padding.mean >= 0.02:
-        said.append(
+        sentences.append(
             f"with {percent(today.padding.mean)} padding saved as well it would be at most "
             f"{number(round(useful, 2))} x the real tokens a second, if a step takes as long as its padded tokens say"
         )
     gain = best.useful.mean / today.useful.mean - 1 if today.useful.mean > 0 else 0.0
-    if best.case != today.case and gain > 0.005:
-        said.append(f"the recommended setting would give {number(round(1 + gain, 2))} x the real tokens a second")
-    causes = None
-    if summary is not None:
-        causes = Causes(
-            name,
-            summary.steps,
-            summary.by,
-            summary.idle,
-            summary.lengths,
-            summary.slow_rank,
-            summary.data,
-            summary.rest,
-        )
-        said += _said_of_run(causes)
-    return Bottleneck(today.idle, floor, speed_up, reachable, useful, causes, tuple(said))
+    if verdict == "change" and gain > 0.005:
+        sentences.append(f"the recommended setting would give {number(round(1 + gain, 2))} x the real tokens a second")
+    if causes is not None:
+        sentences += _measured(causes, verdict, waste(today) - waste(best))
+    return Bottleneck(today.idle, floor, speed_up, reachable, useful, causes, tuple(sentences))
 
 
-def _said_of_run(run: Causes) -> list[str]:
+def causes_of(run: Run) -> Causes:
+    """Where the time of a measured run went."""
+    split = run.causes
+    return Causes(run.name, split.steps, split.by, split.idle, split.lengths, split.slow_rank, split.data, split.rest)
+
+
+def _measured(run: Causes, verdict: Verdict, saved: float) -> list[str]:
     if math.isnan(run.idle):
         return [f"in the run {run.name} no step was measured"]
     if run.by == "tokens":
@@ -258,23 +252,28 @@ def _said_of_run(run: Causes) -> list[str]:
             f"in the run {run.name} compute could not be measured: by padded tokens the ranks were idle "
             f"{percent(run.idle)} of the time"
         ]
-    said = [
+    sentences = [
         f"measured in {run.name}: {percent(run.idle)} idle, of which lengths {percent(run.lengths)}, ranks of unequal "
         f"speed {percent(run.slow_rank)}, waiting for data {percent(run.data)}, the rest {percent(run.rest)}"
     ]
     if run.lengths >= NAMED_FROM:
-        said.append(
+        sentences.append(
             f"without the waiting for lengths its steps would be at most {number(round(1 / (1 - run.lengths), 2))} x "
-            "as fast; that part a pool can mend"
+            "as fast; that part a pool can save"
+        )
+    elif verdict == "change":
+        sentences.append(
+            f"lengths cost it only {percent(run.lengths)}; the recommended setting saves about "
+            f"{number(round(100 * saved, 1))} points of today's waiting and padding (predicted)"
         )
     else:
-        said.append("lengths were hardly a cause of waiting in it, so a better pool would not have made it faster")
+        sentences.append("lengths were hardly a cause of waiting in it, so a better pool would not have made it faster")
     if run.data >= NAMED_FROM:
         first = "data loading is the bottleneck" if run.data >= run.lengths else "data loading is slow"
-        said.append(f"{first}, and the pool will not help that: use more workers, or a cheaper encoder")
+        sentences.append(f"{first}, and the pool will not help that: use more workers, or a cheaper encoder")
     if run.slow_rank >= NAMED_FROM:
-        said.append(
+        sentences.append(
             "some ranks are slower than the others for equal lengths, and the pool will not help that: `report` names "
             "them; check their devices and hosts"
         )
-    return said
+    return sentences

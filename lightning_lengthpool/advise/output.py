@@ -10,12 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_lengthpool.advise.advice import Advice, Cost
+from lightning_lengthpool.ordering.settings import POLICIES
 from lightning_lengthpool.runs.words import duration, interval, megabytes, number, percent, ranks
 from lightning_lengthpool.simulation.predict import Prediction
 
 WIDTH = 110  # of plain text
 _BAR = 40  # characters of the longest bar
-_ORDER = ("none", "pool", "blocks", "stream")
 
 
 def print_advice(advice: Advice, console: Console | None = None) -> None:
@@ -47,8 +47,8 @@ def _print(advice: Advice, console: Console, is_plain: bool) -> None:
         ("Checks", _checks(advice)),
         ("Recommendation", _recommendation(advice)),
     )
-    for place, (title, parts) in enumerate(sections, start=1):
-        console.print(Text(f"{place}. {title}", style="bold"))
+    for position, (title, parts) in enumerate(sections, start=1):
+        console.print(Text(f"{position}. {title}", style="bold"))
         for part in parts:
             console.print(part)
         console.print()
@@ -78,10 +78,10 @@ def _table(is_plain: bool, title: str = "") -> Table:
 
 
 def _distribution(advice: Advice, is_plain: bool) -> Iterator[RenderableType]:
-    found = advice.distribution
-    if found.drawn_from is not None:
+    known = advice.distribution
+    if known.drawn_from is not None:
         yield _bullet(
-            f"{found.drawn_from:,} lengths, of which {found.count:,} drawn at random were used: the figures are theirs"
+            f"{known.drawn_from:,} lengths, of which {known.count:,} drawn at random were used: the figures are theirs"
         )
     words = {
         "no": "the lengths are nearly equal",
@@ -90,10 +90,10 @@ def _distribution(advice: Advice, is_plain: bool) -> Iterator[RenderableType]:
         "high": "high variance: lengths differ widely",
     }
     yield _bullet(
-        f"{found.count:,} samples, {number(found.mean)} tokens on average; coefficient of variation "
-        f"{found.cv:.2f}: {words[found.variance]}"
+        f"{known.count:,} samples, {number(known.mean)} tokens on average; coefficient of variation "
+        f"{known.cv:.2f}: {words[known.variance]}"
     )
-    for long in found.outliers:
+    for long in known.outliers:
         if long.idle < 0.01:
             continue
         yield _bullet(
@@ -102,12 +102,12 @@ def _distribution(advice: Advice, is_plain: bool) -> Iterator[RenderableType]:
             f"{percent(max(0.0, long.of_waiting))} of their waiting: without these samples they would be idle for "
             f"{percent(long.idle_without)} of the time in place of {percent(long.idle)}"
         )
-    if found.dominates:
+    if known.dominates:
         yield _bullet("so a few outliers dominate the waiting")
     table = _table(is_plain)
-    for q in found.percentiles:
+    for q in known.percentiles:
         table.add_column("longest" if q == 100 else f"{q} %", justify="right")
-    table.add_row(*(number(value) for value in found.percentiles.values()))
+    table.add_row(*(number(value) for value in known.percentiles.values()))
     yield Padding(table, (1, 0, 0, 2))
     yield Padding(_histogram(advice, is_plain), (1, 0, 0, 2))
 
@@ -136,11 +136,13 @@ def _predictions(advice: Advice, is_plain: bool, is_narrow: bool) -> Iterator[Re
             f"a step is {advice.plan.accumulate} micro-batches, whose costs add up; where the ranks meet before each "
             "of them, they wait more"
         )
-    if advice.plan.max_tokens is not None:
+    if advice.plan.settings.max_tokens is not None:
         yield _bullet("'no pool' has batches of as many samples as always fit into max_tokens")
-    for world in dict.fromkeys(found.case.world_size for found in advice.predictions):
-        rows = [found for found in advice.predictions if found.case.world_size == world]
+    for world in dict.fromkeys(row.case.world_size for row in advice.predictions):
+        rows = [row for row in advice.predictions if row.case.world_size == world]
         yield Padding(_sweep(advice, world, rows, is_plain, is_narrow), (1, 0, 0, 2))
+        if world == advice.plan.world_size and advice.recommendation.not_best:
+            yield Padding(_bullet(f"the marked row: {advice.recommendation.not_best}"), (1, 0, 0, 0))
 
 
 def _sweep(advice: Advice, world: int, rows: list[Prediction], is_plain: bool, is_narrow: bool) -> Table:
@@ -153,23 +155,23 @@ def _sweep(advice: Advice, world: int, rows: list[Prediction], is_plain: bool, i
     if best != advice.today.case:
         notes[best] = "use" if is_narrow else "recommended"
     reference = " + ref." if is_narrow else " + reference"
-    for found in sorted(rows, key=_place):
-        case, note = found.case, notes.get(found.case, "")
-        is_none = case.policy == "none"
+    for row in sorted(rows, key=_position):
+        case, note, is_off = row.case, notes.get(row.case, ""), row.case.settings.is_off
         table.add_row(
-            "no pool" if is_none else case.policy + (reference if case.has_reference else ""),
-            "" if is_none else f"{case.pool_size:,}",
-            interval(found.idle),
-            percent(found.padding.mean),
-            percent(found.useful.mean) if is_narrow else interval(found.useful),
+            "no pool" if is_off else case.policy + (reference if case.has_reference else ""),
+            "" if is_off else f"{case.pool_size:,}",
+            interval(row.idle),
+            percent(row.padding.mean),
+            percent(row.useful.mean) if is_narrow else interval(row.useful),
             note and f"<- {note}",
             style="bold" if note and not is_plain else "",
         )
     return table
 
 
-def _place(found: Prediction) -> tuple[int, bool, int]:
-    return _ORDER.index(found.case.policy), found.case.has_reference, found.case.pool_size
+def _position(row: Prediction) -> tuple[int, bool, int]:
+    settings = row.case.settings
+    return POLICIES.index(settings.policy), row.case.has_reference, settings.pool_size
 
 
 def _costs(advice: Advice, is_plain: bool) -> Iterator[RenderableType]:
@@ -217,7 +219,7 @@ def _checks(advice: Advice) -> Iterator[RenderableType]:
         name: [check for check in advice.checks if check.result == name] for name in ("found", "passed", "not made")
     }
     if not by_result["found"]:
-        yield _bullet("nothing to mend was found")
+        yield _bullet("nothing to fix was found")
     for check in by_result["found"]:
         yield _bullet(check.sentence, "!", "bold red")
         yield _bullet(check.action, "  what to do:")
@@ -228,9 +230,9 @@ def _checks(advice: Advice) -> Iterator[RenderableType]:
 
 
 def _recommendation(advice: Advice) -> Iterator[RenderableType]:
-    found = advice.recommendation
-    yield Text(found.sentence[0].upper() + found.sentence[1:] + ".", style="bold")
-    yield from _bullets(found.reasons)
-    if found.yaml:
+    advised = advice.recommendation
+    yield Text(advised.sentence[0].upper() + advised.sentence[1:] + ".", style="bold")
+    yield from _bullets(advised.reasons)
+    if advised.yaml:
         yield Text("\nIn the YAML:\n")
-        yield Text(found.yaml.rstrip("\n"))
+        yield Text(advised.yaml.rstrip("\n"))

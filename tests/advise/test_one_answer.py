@@ -5,8 +5,10 @@ import math
 import numpy as np
 import pytest
 
-from lightning_lengthpool.advise.advisor import Plan, advise
-from lightning_lengthpool.advise.scan.scan import Stream, Survey
+from lightning_lengthpool.advise.advice import Plan
+from lightning_lengthpool.advise.advisor import advise
+from lightning_lengthpool.advise.scan.length_scan import LengthScan, Stream
+from lightning_lengthpool.ordering.settings import PoolSettings
 from lightning_lengthpool.runs.causes import Summary
 from lightning_lengthpool.runs.distribution import difference_of_ranks
 from lightning_lengthpool.runs.findings import choose_setting, difference_in, findings
@@ -42,13 +44,13 @@ def lengths(factors: tuple[float, ...] = (1, 1, 1, 1)) -> list[np.ndarray]:
     return [factor * np.random.default_rng(rank).lognormal(6, 0.8, 900).round() for rank, factor in enumerate(factors)]
 
 
-def survey(by_rank: list[np.ndarray], rank_samples: int) -> Survey:
+def scan(by_rank: list[np.ndarray], rank_samples: int) -> LengthScan:
     streams = [
         Stream(rank, worker, part, part)
         for rank, own in enumerate(by_rank)
         for worker, part in enumerate(np.split(own, WORKERS))
     ]
-    return Survey(
+    return LengthScan(
         ranks=RANKS, num_workers=WORKERS, streams=tuple(streams), rank_samples=(rank_samples,) * RANKS, asked=3600
     )
 
@@ -58,17 +60,10 @@ def survey(by_rank: list[np.ndarray], rank_samples: int) -> Survey:
 def test_the_same_setting_is_recommended_before_a_run_and_after_it(
     policy: str, pool_size: int, rank_samples: int
 ) -> None:
-    plan = Plan(
-        policy=policy,
-        pool_size=pool_size,
-        batch_size=2,
-        num_workers=WORKERS,
-        world_size=RANKS,
-        is_active=policy != "none",
-    )
+    plan = Plan(PoolSettings(2, pool_size, policy), num_workers=WORKERS, world_size=RANKS)
     settings = {"policy": policy, "pool_size": pool_size, "batch_size": 2, "num_workers": WORKERS}
     by_rank = lengths()
-    before = advise(survey(by_rank, rank_samples), plan, world_sizes=[RANKS]).recommendation
+    before = advise(scan(by_rank, rank_samples), plan, world_sizes=[RANKS]).recommendation
     pooled = [np.concatenate(by_rank)] * RANKS
     _, after = choose_setting(measured(), pooled, settings | {"rank_samples": rank_samples}, True)
     assert (after.case.policy, after.case.pool_size, after.case.has_reference) == (
@@ -83,7 +78,8 @@ def test_the_same_setting_is_recommended_before_a_run_and_after_it(
 def test_whether_the_ranks_differ_is_asked_once(factors: tuple[float, ...]) -> None:
     by_rank, settings = lengths(factors), {"policy": "none", "pool_size": 0, "batch_size": 2}
     differs = factors[-1] != 1
-    advice = advise(survey(by_rank, 2000), Plan(batch_size=2, num_workers=WORKERS, world_size=RANKS), world_sizes=[4])
+    plan = Plan(PoolSettings(2, 0, "none"), num_workers=WORKERS, world_size=RANKS)
+    advice = advise(scan(by_rank, 2000), plan, world_sizes=[4])
     (check,) = [check for check in advice.checks if check.key == "ranks_alike"]
     assert (check.result == "found") == differs
     difference = difference_in(measured(), by_rank, settings)

@@ -13,9 +13,9 @@ from megatron.energon.flavors.jsonl.crude_jsonl_dataset import CrudeJsonlDataset
 from helpers.datasets import LengthEncoder, LengthSample
 from helpers.pools import take
 from helpers.ranks import run_ranks
+from helpers.scanning import scan_module
 from helpers.training import LENGTHS, Recorder, data, trainer
 from lightning_lengthpool import LengthPoolDataModule
-from lightning_lengthpool.advise.scan.scan import survey
 
 WAY_OUT = "cannot be read .*damaged, incomplete or gone.*energon prepare"
 
@@ -70,7 +70,7 @@ def test_a_damaged_shard_is_named_in_the_trial_the_scan_and_on_restoring(
     with pytest.raises(ValueError, match=f"{shard} {WAY_OUT}"):
         data(path).setup("fit")
     with pytest.raises(ValueError, match=f"{shard} {WAY_OUT}"):
-        survey(data(path), 1, 1000)
+        scan_module(data(path), 1, 1000)
 
 
 @pytest.mark.parametrize("how", ["truncated", "empty", "gone"])

@@ -15,9 +15,9 @@ from megatron.energon import TextSample, stateless
 
 from helpers.datasets import LengthEncoder, LengthSample
 from helpers.ranks import run_ranks
+from helpers.scanning import scan_module
 from helpers.training import LENGTHS, data
 from lightning_lengthpool import LengthPoolDataModule
-from lightning_lengthpool.advise.scan.scan import survey
 
 HANDLED = [signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGTERM]
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ def use_workers(kind: str, path: str) -> None:
         module.setup("fit")
         return
     if kind == "scan":
-        survey(module, 1, 20, progress=lambda _: signal_all())
+        scan_module(module, 1, 20, progress=lambda _: signal_all())
         return
     batches: Iterator[Any] = iter(module.train_dataloader() if kind == "training" else module.val_dataloader())
     next(batches)

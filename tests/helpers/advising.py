@@ -1,36 +1,52 @@
-"""Scans of lengths and plans for the advisor."""
+"""Length scans, plans and cases for the advisor."""
 
+from collections.abc import Callable
+from dataclasses import fields, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
-import pytest
 
-from lightning_lengthpool.advise import advisor
-from lightning_lengthpool.advise.advisor import Plan
-from lightning_lengthpool.advise.scan.scan import BatchCheck, Stream, Survey
-from lightning_lengthpool.simulation.predict import predict
+from helpers.lengths import heavy_tailed
+from lightning_lengthpool.advise.advice import Plan
+from lightning_lengthpool.advise.advisor import advise
+from lightning_lengthpool.advise.scan.length_scan import BatchCheck, LengthScan, Stream
+from lightning_lengthpool.ordering.settings import PoolSettings
+from lightning_lengthpool.simulation.cases import Case
 
-POOL = Plan(policy="pool", pool_size=1000, batch_size=1, num_workers=2, world_size=8, is_active=True)
+POOL = Plan(PoolSettings(pool_size=1000, batch_size=1), num_workers=2, world_size=8)
+OFF = Plan(PoolSettings(policy="none", pool_size=0, batch_size=1), num_workers=2, world_size=8)
 
-
-OFF = Plan(policy="none", pool_size=0, batch_size=1, num_workers=2, world_size=8)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def short_simulations():
-    """Predictions by fewer steps: enough for settings that are far apart."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(advisor, "predict", partial(predict, steps=250))
-        yield
+advise_quickly = partial(advise, steps=250)  # enough for settings that are far apart
 
 
-def heavy(rng, count):
-    """Heavy-tailed lengths, as of answers of a language model."""
-    return np.minimum(rng.lognormal(6.5, 0.9, count), 16_000).round()
+def changed_plan(plan: Plan, **changes: Any) -> Plan:
+    """The plan with other values, the pool's settings among them."""
+    names = {field.name for field in fields(PoolSettings)}
+    settings = replace(plan.settings, **{name: value for name, value in changes.items() if name in names})
+    return replace(plan, settings=settings, **{name: value for name, value in changes.items() if name not in names})
 
 
-def surveyed(draw=heavy, ranks=8, workers=2, samples=300, seed=0, **changes):
-    """A survey of clean data: `draw(rng, count)` gives each worker's stream."""
+def case_of(policy: str, pool_size: int, world_size: int, batch_size: int | None, **changes: Any) -> Case:
+    """A case by its numbers."""
+    budget = changes.pop("max_tokens", None)
+    return Case(PoolSettings(batch_size, pool_size, policy, max_tokens=budget), world_size, **changes)
+
+
+def changed_case(case: Case, **changes: Any) -> Case:
+    """The case with other settings of its pool."""
+    return replace(case, settings=replace(case.settings, **changes))
+
+
+def scanned(
+    draw: Callable[..., Any] = heavy_tailed,
+    ranks: int = 8,
+    workers: int = 2,
+    samples: int = 300,
+    seed: int = 0,
+    **changes: Any,
+) -> LengthScan:
+    """A length scan of clean data: `draw(rng, count)` gives each worker's stream."""
     rng = np.random.default_rng(seed)
     streams = []
     for rank in range(ranks):
@@ -45,4 +61,4 @@ def surveyed(draw=heavy, ranks=8, workers=2, samples=300, seed=0, **changes):
         "batch_checks": (BatchCheck("shard.tar/1", 800.0, 801.0, "input_ids"),),
         "asked": ranks * workers * samples,
     }
-    return Survey(ranks=ranks, num_workers=workers, streams=tuple(streams), **(values | changes))
+    return LengthScan(ranks=ranks, num_workers=workers, streams=tuple(streams), **(values | changes))

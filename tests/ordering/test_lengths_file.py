@@ -74,17 +74,13 @@ def test_a_large_file_takes_little_memory(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
-def test_advice_on_many_lengths_says_how_many_were_drawn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lightning_lengthpool.advise.advisor.POOL_SIZES", (20,))
-    monkeypatch.setattr("lightning_lengthpool.advise.command.MOST", 300)
+def test_advice_on_many_lengths_says_how_many_were_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lengths = np.random.default_rng(0).lognormal(6, 1, 1000).round()
     lengths[500] = 123_456
     lines = "".join(f"{length:g},{number % 4}\n" for number, length in enumerate(lengths))
     path = write(tmp_path / "in.csv", f"tokens,rank\n{lines}")
     args = ["advise", "--lengths", str(path), "--batch_size", "2", "--out", str(tmp_path / "out")]
-    main([*args, "--max_length", "200000"])
+    main([*args, "--max_length", "200000", "--most_lengths", "300", "--pool_sizes", "20"])
     said = " ".join(capsys.readouterr().out.split())
     assert "1,000 lengths, of which 300 drawn at random were used" in said
     assert "the longest of all 1,000 lengths has 123,456 tokens" in said and "the longest of those drawn has" in said

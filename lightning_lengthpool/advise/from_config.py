@@ -5,15 +5,15 @@ import os
 import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LightningArgumentParser
 
-from lightning_lengthpool.advise.advisor import Plan
-from lightning_lengthpool.advise.scan.scan_worker import named
-from lightning_lengthpool.advise.world import world_of
+from lightning_lengthpool.advise.advice import Plan
+from lightning_lengthpool.advise.scan.scan_worker import explained
 from lightning_lengthpool.data.datamodule import LengthPoolDataModule
 from lightning_lengthpool.ordering.settings import check_integer
 from lightning_lengthpool.runs.run import Run
@@ -54,25 +54,20 @@ def make_data(config: Any) -> LengthPoolDataModule:
         raise ValueError(wrong)
     parser = LightningArgumentParser()
     parser.add_lightning_class_args(LightningDataModule, "data", subclass_mode=True)
-    with named(f"data.class_path is {path}, which cannot be made"):
+    with explained(f"data.class_path is {path}, which cannot be made"):
         try:
-            module = parser.instantiate_classes(Namespace(data=data)).data
+            module = parser.instantiate_classes(Namespace(data=data)).data  # type: ignore[no-untyped-call]
         except ValueError as error:
             if error.__cause__ is None or not str(error).startswith("Does not validate"):
                 raise
             raise error.__cause__ from None  # without jsonargparse's words, which have all settings in them
     if not isinstance(module, LengthPoolDataModule):
         raise ValueError(wrong)
-    _prepare(module)
-    return module
-
-
-def _prepare(module: LengthPoolDataModule) -> None:
-    """Let a derived module find its data; the checks of training are not made, for most of them the advice makes."""
-    module.checks_data = False
-    with named(f"the data of {type(module).__qualname__} cannot be set up without a trainer"):
+    module.checks_data = False  # most checks of training the advice makes itself
+    with explained(f"the data of {type(module).__qualname__} cannot be set up without a trainer"):
         module.prepare_data()
         module.setup("fit")
+    return module
 
 
 def plan_of(
@@ -90,16 +85,16 @@ def plan_of(
     Raises:
         ValueError: If a setting is wrong.
     """
-    trainer = config["trainer"]
+    trainer, file = config["trainer"], module.reference_lengths
     notes: list[str] = []
     if worlds:
         ranks, per_node = worlds[0], None
         with contextlib.suppress(ValueError):
             per_node = min(worlds[0], world_of(trainer).per_node)
     else:
-        ranks, per_node, said = world_of(trainer)
-        notes += said
-    settings, file = module.settings, module.reference_lengths
+        ranks, per_node, assumed = world_of(trainer)
+        notes += assumed
+    settings = module.settings
     if file is not None and Path(file).is_file():
         settings = module.complete_settings()
     elif file is not None:
@@ -108,22 +103,13 @@ def plan_of(
             "read now in its place"
         )
     plan = Plan(
-        policy=settings.policy,
-        pool_size=settings.pool_size,
-        batch_size=module.batch_size,
-        max_tokens=settings.max_tokens,
+        settings,
         num_workers=module.source.num_workers,
         world_size=ranks,
         accumulate=trainer.get("accumulate_grad_batches") or 1,
-        seed=settings.seed,
         has_reference=file is not None,
-        class_shares=settings.class_shares,
         max_length=limit(max_length, config.get("model")),
-        is_active=settings.policy != "none" and settings.pool_size > 0,
         workers_by_rank=workers_by_rank(run),
-        cost=None if settings.cost is None else repr(settings.cost),
-        is_padded=settings.cost is None or settings.cost.is_padded,
-        warmup=None if settings.warmup is None else (settings.warmup.initial, settings.warmup.flushes),
         ranks_per_node=per_node,
     )
     return plan, notes
@@ -168,3 +154,89 @@ def machine_bytes() -> int | None:
         with contextlib.suppress(OSError, ValueError):  # 'max' for no limit
             known.append(int(Path(file).read_text()))
     return min(known, default=None)
+
+
+# ---- the ranks
+
+
+class World(NamedTuple):
+    """The ranks that a configuration asks for.
+
+    Attributes:
+        ranks: Data-parallel ranks.
+        per_node: Those of one machine.
+        notes: What had to be assumed, in sentences.
+    """
+
+    ranks: int
+    per_node: int
+    notes: tuple[str, ...]
+
+
+def world_of(trainer: Any) -> World:
+    """The ranks of a configuration's `trainer`: a mapping with `devices`, `num_nodes`, `accelerator` and `strategy`.
+
+    Raises:
+        ValueError: If `devices` or `num_nodes` is none that Lightning knows.
+    """
+    nodes = trainer.get("num_nodes")
+    nodes = 1 if nodes is None else nodes
+    if isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1:
+        raise ValueError(f"trainer.num_nodes is {nodes!r}, expected an integer of at least 1")
+    devices, notes = _devices(trainer.get("devices"), trainer.get("accelerator"))
+    strategy = trainer.get("strategy")
+    name = strategy if isinstance(strategy, str) else str(_of(strategy, "class_path") or type(strategy).__name__)
+    if name.endswith("ModelParallelStrategy"):
+        settings = _of(strategy, "init_args")
+        parallel = _of(settings, "data_parallel_size") or "auto"
+        tensor = _of(settings, "tensor_parallel_size") or "auto"
+        ranks = nodes if parallel == "auto" else int(parallel)
+        note = (
+            f"trainer.strategy is {name} with data_parallel_size {parallel!r} and tensor_parallel_size {tensor!r} on "
+            f"{nodes} node(s) of {devices}: {ranks} data-parallel rank(s) are assumed. --world_size says otherwise."
+        )
+        return World(ranks, max(1, ranks // nodes), (*notes, note))
+    if "." in name and not name.startswith(("lightning.", "pytorch_lightning.")):
+        notes.append(
+            f"trainer.strategy is {name}, of which it is assumed that each of the {devices * nodes} devices is a "
+            "data-parallel rank. If several devices share a rank's batches, say how many ranks there are with "
+            "--world_size."
+        )
+    return World(devices * nodes, devices, tuple(notes))
+
+
+def _devices(devices: Any, accelerator: Any) -> tuple[int, list[str]]:
+    """Devices of a node, as Lightning reads the setting."""
+    wanted = devices
+    if isinstance(devices, str) and devices not in ("auto", "-1"):
+        parts = [part.strip() for part in devices.split(",") if part.strip()]
+        if not parts or not all(part.isdecimal() for part in parts):
+            raise ValueError(_wrong(wanted))
+        devices = [int(part) for part in parts] if "," in devices else int(parts[0])
+    if isinstance(devices, (list, tuple)) and devices:
+        return len(devices), []
+    if devices in (None, "auto", "-1", -1):
+        return _all_devices(wanted, accelerator)
+    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+        raise ValueError(_wrong(wanted))
+    return devices, []
+
+
+def _all_devices(devices: Any, accelerator: Any) -> tuple[int, list[str]]:
+    setting = f"trainer.devices is {'auto' if devices is None else devices!r}"
+    if accelerator == "cpu":
+        return 1, [f"{setting} with accelerator 'cpu', which is one process. --world_size says otherwise."]
+    if count := torch.cuda.device_count():
+        return count, [f"{setting}: this machine's {count} GPU(s) a node are assumed. --world_size says otherwise."]
+    return 1, [
+        f"{setting}, and this machine has no GPU: one device a node is assumed. Say how many ranks there will be with "
+        "--world_size."
+    ]
+
+
+def _wrong(devices: Any) -> str:
+    return f"trainer.devices is {devices!r}, expected a number of at least 1, 'auto', -1, or a list of devices"
+
+
+def _of(settings: Any, name: str) -> Any:
+    return settings.get(name) if hasattr(settings, "get") else getattr(settings, name, None)

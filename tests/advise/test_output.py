@@ -6,14 +6,12 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from helpers.advising import OFF, POOL, short_simulations, surveyed
+from helpers.advising import OFF, POOL, changed_plan, scanned
+from helpers.advising import advise_quickly as advise
 from lightning_lengthpool.advise.advice import Advice
-from lightning_lengthpool.advise.advisor import advise
 from lightning_lengthpool.advise.output import WIDTH, print_advice
-from lightning_lengthpool.advise.scan.scan import BatchCheck
+from lightning_lengthpool.advise.scan.length_scan import BatchCheck
 from lightning_lengthpool.simulation.predict import Interval
-
-__all__ = ["short_simulations"]  # a fixture
 
 HEADINGS = [
     "1. Is the pool active?",
@@ -30,8 +28,8 @@ HEADINGS = [
 @pytest.fixture(scope="module")
 def advice() -> Advice:
     off = BatchCheck("[red]shard.tar/7", 500.0, 900.0, "attention_mask")
-    plan = replace(POOL, batch_size=4, pool_size=100)
-    return advise(surveyed(batch_checks=(off,)), plan, world_sizes=[8, 64], pool_sizes=[1000])
+    plan = changed_plan(POOL, batch_size=4, pool_size=100)
+    return advise(scanned(batch_checks=(off,)), plan, world_sizes=[8, 64], pool_sizes=[1000])
 
 
 def printed(advice: Advice, **options) -> str:
@@ -112,19 +110,19 @@ def test_what_is_found_comes_before_what_passed(advice):
 
 
 def test_nothing_to_mend_is_said():
-    advice = advise(surveyed(), POOL, world_sizes=[8], pool_sizes=[1000])
-    assert "nothing to mend was found" in printed(advice)
+    advice = advise(scanned(), POOL, world_sizes=[8], pool_sizes=[1000])
+    assert "nothing to fix was found" in printed(advice)
 
 
 def test_what_was_not_measured_is_said(advice):
-    survey = surveyed(sample_bytes=None, encode_seconds=None, restore_seconds=None)
-    text = printed(advise(survey, OFF, world_sizes=[8], pool_sizes=[1000]))
+    scan = scanned(sample_bytes=None, encode_seconds=None, restore_seconds=None)
+    text = printed(advise(scan, OFF, world_sizes=[8], pool_sizes=[1000]))
     assert "was not measured" in text and "memory of" not in text
     nothing = replace(advice.today, idle=Interval(float("nan"), float("nan"), float("nan")))
     assert "nan" not in printed(replace(advice, today=nothing, predictions=(nothing, *advice.predictions[1:])))
 
 
 def test_a_recommendation_without_a_change_has_no_yaml():
-    plan = replace(POOL, policy="stream", pool_size=3000, has_reference=True)
-    text = printed(advise(surveyed(), plan, world_sizes=[8], pool_sizes=[3000]))
+    plan = changed_plan(POOL, policy="stream", pool_size=3000, has_reference=True)
+    text = printed(advise(scanned(), plan, world_sizes=[8], pool_sizes=[3000]))
     assert "Change nothing" in text and "YAML" not in text and "<- today, recommended" in text

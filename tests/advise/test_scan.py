@@ -1,4 +1,4 @@
-"""What a survey reads is what training reads, and what it measures is so."""
+"""What a length scan reads is what training reads, and what it measures is so."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -12,10 +12,11 @@ import torch
 from megatron.energon import Sample, SkipSample, TextSample, edataclass, stateless
 
 from helpers.datasets import LengthEncoder, LengthSample, write_dataset, write_metadataset
+from helpers.scanning import scan_module
 from lightning_lengthpool import LengthPoolDataModule
-from lightning_lengthpool.advise.scan import scan as survey_module
+from lightning_lengthpool.advise.scan.length_scan import scan_of_lengths
 from lightning_lengthpool.advise.scan.sample_bytes import Scales, bytes_of
-from lightning_lengthpool.advise.scan.scan import spread, survey, survey_of_lengths
+from lightning_lengthpool.advise.scan.scan import spread
 
 LENGTHS = [(7 * i) % 101 + 1 for i in range(120)]
 
@@ -56,13 +57,13 @@ class Repeats(LengthEncoder):
 def trained(module: LengthPoolDataModule, samples: int) -> list[float]:
     """The lengths in the order in which they come to training without a pool."""
     loader = module.train_dataloader()
-    lengths = []
+    lengths: list[float] = []
     for _ in range(samples):
         if not (len(lengths) % len(loader)):
             batches = iter(loader)
         next(batches)
         lengths += loader.pop_record().lengths
-    module.teardown("fit")
+    loader.close()
     return lengths
 
 
@@ -81,14 +82,13 @@ def test_the_streams_are_those_of_training(
     dataset: Callable[..., Path], encoder: type[LengthEncoder], settings: dict[str, Any]
 ) -> None:
     path = dataset(LENGTHS, shards=4)
-    found = survey(LengthPoolDataModule(path, encoder(), 4, pool_size=50, **settings), 2, 48)
+    found = scan_module(LengthPoolDataModule(path, encoder(), 4, pool_size=50, **settings), 2, 48)
     assert found.restore_seconds is not None
     workers = max(1, settings["num_workers"])
     assert [(own.rank, own.worker) for own in found.streams] == [(r, w) for r in range(2) for w in range(workers)]
     for rank in range(2):
-        shard = {"rank": rank, "world_size": 2}
-        module = LengthPoolDataModule(path, encoder(), 1, policy="none", virtual_epoch_length=1000, **shard, **settings)
-        expected = trained(module, 40 * workers)
+        alone = {"policy": "none", "virtual_epoch_length": 1000, "rank": rank, "world_size": 2}
+        expected = trained(LengthPoolDataModule(path, encoder(), 1, **alone, **settings), 40 * workers)
         for stream in found.streams[rank * workers : (rank + 1) * workers]:
             assert len(stream.lengths) >= 5 and stream.lengths.tolist() == stream.costs.tolist()
             assert stream.lengths.tolist() == expected[stream.worker :: workers][: len(stream.lengths)]
@@ -97,7 +97,7 @@ def test_the_streams_are_those_of_training(
 
 
 def test_each_rank_has_its_own_samples_and_count(dataset: Callable[..., Path]) -> None:
-    found = survey(LengthPoolDataModule(dataset(range(1, 24)), LengthEncoder(), 1, num_workers=2), 3, 1000)
+    found = scan_module(LengthPoolDataModule(dataset(range(1, 24)), LengthEncoder(), 1, num_workers=2), 3, 1000)
     assert sorted(found.lengths) == list(range(1, 24))  # the whole set, once
     assert found.rank_samples == tuple(map(len, found.lengths_by_rank()))
     assert sorted(found.rank_samples) == [7, 8, 8]
@@ -105,10 +105,9 @@ def test_each_rank_has_its_own_samples_and_count(dataset: Callable[..., Path]) -
     assert (found.failed, found.over_budget, found.classes) == (0, 0, None)
 
 
-def test_of_many_ranks_some_are_read(dataset: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(survey_module, "MOST_RANKS", 3)
-    found = survey(LengthPoolDataModule(dataset(LENGTHS), LengthEncoder(), 1, num_workers=0), 7, 9)
-    assert found.surveyed_ranks() == [0, 2, 4] and found.ranks == 7
+def test_of_many_ranks_some_are_read(dataset: Callable[..., Path]) -> None:
+    found = scan_module(LengthPoolDataModule(dataset(LENGTHS), LengthEncoder(), 1, num_workers=0), 7, 9, most_ranks=3)
+    assert found.ranks_read() == [0, 2, 4] and found.ranks == 7
     assert [len(own) for own in found.lengths_by_rank()] == [3, 3, 3] and len(found.rank_samples) == 3
 
 
@@ -126,19 +125,19 @@ class SkipsMost(LengthEncoder):
 
 
 def test_a_share_of_which_most_is_skipped_is_not_read_for_ever(dataset: Callable[..., Path]) -> None:
-    found = survey(LengthPoolDataModule(dataset(range(100)), SkipsMost(), 1, num_workers=0), 1, 1000)
+    found = scan_module(LengthPoolDataModule(dataset(range(100)), SkipsMost(), 1, num_workers=0), 1, 1000)
     assert set(found.lengths) == set(range(0, 100, 10)) and len(found.lengths) <= 22
 
 
 @pytest.mark.parametrize("share", [1, 3])
 def test_a_few_samples_are_read_about_once(dataset: Callable[..., Path], share: int) -> None:
-    found = survey(LengthPoolDataModule(dataset([5] * 2 * share), Draws(), 1, num_workers=0), 2, 1000)
+    found = scan_module(LengthPoolDataModule(dataset([5] * 2 * share), Draws(), 1, num_workers=0), 2, 1000)
     assert len(found.lengths) == 2 * share
 
 
 def test_a_split_too_small_for_the_ranks_is_named(dataset: Callable[..., Path]) -> None:
     with pytest.raises(ValueError, match="3 samples for 2 ranks x 2 workers"):
-        survey(LengthPoolDataModule(dataset([1, 2, 3]), LengthEncoder(), 1, num_workers=2), 2, 10)
+        scan_module(LengthPoolDataModule(dataset([1, 2, 3]), LengthEncoder(), 1, num_workers=2), 2, 10)
 
 
 def test_a_subset_counts_as_the_data(tmp_path: Path) -> None:
@@ -147,10 +146,10 @@ def test_a_subset_counts_as_the_data(tmp_path: Path) -> None:
     module = LengthPoolDataModule(
         write_metadataset(path, "{path: a, subset: {range: [0, 30]}}"), LengthEncoder(), 2, num_workers=1
     )
-    assert survey(module, ranks=2, samples=10_000).rank_samples == (15, 15)
+    assert scan_module(module, ranks=2, samples=10_000).rank_samples == (15, 15)
     write_metadataset(path, "{path: a, subset: {range: [0, 1]}}")
     with pytest.raises(ValueError, match="has 1 samples for 2 ranks x 1 workers, and each needs one"):
-        survey(module, ranks=2, samples=100)
+        scan_module(module, ranks=2, samples=100)
 
 
 class SkipsAll(LengthEncoder):
@@ -164,7 +163,7 @@ def test_an_encoder_that_skips_everything_does_not_hang(
 ) -> None:
     monkeypatch.setattr("lightning_lengthpool.data.workers.TIMEOUT", 2.0)
     with pytest.raises(ValueError, match="SkipsAll made no sample .* within 2 s. Does it skip all samples"):
-        survey(LengthPoolDataModule(dataset(LENGTHS), SkipsAll(), 1, num_workers=0), 1, 10)
+        scan_module(LengthPoolDataModule(dataset(LENGTHS), SkipsAll(), 1, num_workers=0), 1, 10)
 
 
 class FailsAt(LengthEncoder):
@@ -182,7 +181,7 @@ class FailsAt(LengthEncoder):
 def test_samples_that_fail_are_counted_and_named_once(
     dataset: Callable[..., Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    found = survey(LengthPoolDataModule(dataset(range(40)), FailsAt(range(5, 8)), 1, num_workers=0), 1, 30)
+    found = scan_module(LengthPoolDataModule(dataset(range(40)), FailsAt(range(5, 8)), 1, num_workers=0), 1, 30)
     assert found.failed == 3 and found.failed_key == "'train000005' (ValueError: planted)"
     assert found.lengths.tolist() == [*range(5), *range(8, 33)]
     said = capfd.readouterr()
@@ -192,7 +191,7 @@ def test_samples_that_fail_are_counted_and_named_once(
 def test_too_many_failures_in_a_row_end_it_with_the_first_ones_key(dataset: Callable[..., Path]) -> None:
     module = LengthPoolDataModule(dataset(range(40)), FailsAt(range(5, 30)), 1, num_workers=0, failure_tolerance=6)
     with pytest.raises(ValueError, match=r"6 samples failed, the first one 'train000005' \(ValueError: planted\)"):
-        survey(module, 1, 30)
+        scan_module(module, 1, 30)
 
 
 class Unfinished(LengthEncoder):
@@ -218,7 +217,7 @@ def test_an_encoder_with_a_mistake_ends_it_with_the_mistake(
     dataset: Callable[..., Path], encoder: type[LengthEncoder], said: str
 ) -> None:
     with pytest.raises(ValueError, match=f"the train split of .* cannot be {said}"):
-        survey(LengthPoolDataModule(dataset(LENGTHS), encoder(), 1, num_workers=0), 1, 30)
+        scan_module(LengthPoolDataModule(dataset(LENGTHS), encoder(), 1, num_workers=0), 1, 30)
 
 
 class Nothing(LengthEncoder):
@@ -241,7 +240,7 @@ def test_a_sample_without_a_length_is_named(
 ) -> None:
     module = LengthPoolDataModule(dataset(LENGTHS), encoder(), 1, num_workers=0, length_fn=length_fn)
     with pytest.raises(ValueError, match=said):
-        survey(module, 1, 10)
+        scan_module(module, 1, 10)
 
 
 def no_seven(sample: LengthSample) -> float:
@@ -256,11 +255,11 @@ def no_class_of_seven(sample: LengthSample) -> str:
 
 def test_a_sample_that_cannot_be_measured_is_left_out_and_counted_as_fit_does(dataset: Callable[..., Path]) -> None:
     module = LengthPoolDataModule(dataset(range(40)), LengthEncoder(), 1, num_workers=0, length_fn=no_seven)
-    found = survey(module, 1, 30)
+    found = scan_module(module, 1, 30)
     assert found.failed == 3 and found.failed_key == "'train000007' (KeyError: 'size')"
     assert found.lengths.tolist() == [length for length in range(30) if length % 10 != 7]
     module = with_classes(dataset(range(40)), {"odd": 0.5, "even": 0.5}, class_fn=no_class_of_seven)
-    found = survey(module, 1, 30)
+    found = scan_module(module, 1, 30)
     assert found.failed == 3 and len(found.classes or ()) == len(found.lengths) == 27
 
 
@@ -269,7 +268,7 @@ def test_a_function_that_fails_too_often_ends_it_with_the_error(dataset: Callabl
         dataset(range(40)), LengthEncoder(), 1, num_workers=0, length_fn=lambda sample: {}["size"], failure_tolerance=6
     )
     with pytest.raises(ValueError, match=r"error was KeyError: 'size' \(6 samples failed, the first one 'train"):
-        survey(module, 1, 30)
+        scan_module(module, 1, 30)
 
 
 @pytest.mark.parametrize(("over_budget", "read"), [("error", 20), ("alone", 20), ("drop", 15)])
@@ -284,7 +283,7 @@ def test_samples_over_the_budget_are_counted(dataset: Callable[..., Path], over_
         max_tokens=100,
         over_budget=over_budget,
     )
-    found = survey(module, 1, 20)
+    found = scan_module(module, 1, 20)
     assert found.over_budget == 5 and len(found.lengths) == read
 
 
@@ -293,7 +292,7 @@ def test_a_budget_that_drops_everything_is_named(dataset: Callable[..., Path]) -
         dataset([10] * 9), LengthEncoder(), 2, policy="stream", pool_size=8, max_tokens=5, over_budget="drop"
     )
     with pytest.raises(ValueError, match=r"all 9 samples .* max_tokens \(5\)"):
-        survey(module, 1, 20)
+        scan_module(module, 1, 20)
 
 
 def parity(sample: LengthSample) -> str:
@@ -314,14 +313,14 @@ def with_classes(path: Path, shares: dict[str, float], class_fn: Any = parity) -
 
 
 def test_classes_come_with_the_lengths(dataset: Callable[..., Path]) -> None:
-    found = survey(with_classes(dataset(LENGTHS), {"odd": 0.5, "even": 0.5}), 2, 20)
+    found = scan_module(with_classes(dataset(LENGTHS), {"odd": 0.5, "even": 0.5}), 2, 20)
     assert found.classes == tuple("odd" if length % 2 else "even" for length in found.lengths)
     assert [len(kinds) for kinds in found.classes_by_rank() or []] == [10, 10]
 
 
 def test_a_class_without_a_share_is_named(dataset: Callable[..., Path]) -> None:
     with pytest.raises(ValueError, match="sample 'train000001' is of class 'even', expected one of .*'odd'"):
-        survey(with_classes(dataset([1, 2, 3]), {"odd": 1.0}), 1, 20)
+        scan_module(with_classes(dataset([1, 2, 3]), {"odd": 1.0}), 1, 20)
 
 
 @edataclass
@@ -341,7 +340,7 @@ class Draft(LengthEncoder):
 
 
 def test_bytes_and_seconds_are_measured_and_content_stays_in_the_worker(dataset: Callable[..., Path]) -> None:
-    found = survey(LengthPoolDataModule(dataset(LENGTHS), Draft(), 1, num_workers=1), 1, 30)
+    found = scan_module(LengthPoolDataModule(dataset(LENGTHS), Draft(), 1, num_workers=1), 1, 30)
     assert len(found.lengths) == 30
     assert found.sample_bytes is not None and 100_000 <= found.sample_bytes < 103_000
     assert found.encode_seconds is not None and 0 < found.encode_seconds < 5
@@ -355,7 +354,7 @@ class Stateful(LengthEncoder):
 
 
 def test_an_encoder_that_cannot_restore_has_no_time_for_it(dataset: Callable[..., Path]) -> None:
-    found = survey(LengthPoolDataModule(dataset(LENGTHS), Stateful(), 1, num_workers=0), 1, 10)
+    found = scan_module(LengthPoolDataModule(dataset(LENGTHS), Stateful(), 1, num_workers=0), 1, 10)
     assert found.restore_seconds is None and len(found.lengths) == 10
 
 
@@ -461,31 +460,33 @@ def padded(lengths: Sequence[int]) -> torch.Tensor:
 def test_tokens_of_real_batches_are_counted(
     dataset: Callable[..., Path], make: Any, expected: float | None, found: float | None, name: str | None
 ) -> None:
-    checks = survey(LengthPoolDataModule(dataset([10, 30] * 20), Collates(make), 2, num_workers=0), 1, 5).batch_checks
+    checks = scan_module(
+        LengthPoolDataModule(dataset([10, 30] * 20), Collates(make), 2, num_workers=0), 1, 5
+    ).batch_checks
     if expected is None:
         assert checks == ()
         return
     assert len(checks) == 4 and checks[0].key == "train000000"
-    assert {(check.expected, check.found, check.field) for check in checks} == {(expected, found, name)}
+    assert {(check.expected, check.counted, check.field) for check in checks} == {(expected, found, name)}
 
 
 def test_a_batch_that_cannot_be_made_is_said_and_the_lengths_count(dataset: Callable[..., Path]) -> None:
     module = LengthPoolDataModule(dataset(LENGTHS), Collates(lambda n: {}["x"]), 2, num_workers=0, failure_tolerance=3)
     with pytest.warns(UserWarning, match=r"no batch was compared with its lengths: .*KeyError: 'x'"):
-        found = survey(module, 1, 10)
+        found = scan_module(module, 1, 10)
     assert len(found.lengths) == 10 and found.batch_checks == ()
 
 
 def test_progress_counts_the_samples(dataset: Callable[..., Path]) -> None:
     came: list[int] = []
-    survey(LengthPoolDataModule(dataset(LENGTHS), LengthEncoder(), 1, num_workers=1), 2, 20, progress=came.append)
+    scan_module(LengthPoolDataModule(dataset(LENGTHS), LengthEncoder(), 1, num_workers=1), 2, 20, progress=came.append)
     assert sum(came) == 20
 
 
-def test_a_survey_of_lengths_alone() -> None:
-    found = survey_of_lengths([3, 1, 2], ranks=8)
+def test_a_scan_of_lengths_alone() -> None:
+    found = scan_of_lengths([3, 1, 2], ranks=8)
     assert found.lengths.tolist() == [3, 1, 2] and not found.has_ranks and found.ranks == 8
     assert found.encode_seconds is found.rank_samples is found.sample_bytes is found.restore_seconds is None
-    told = survey_of_lengths([3, 1, 2], ranks=2, rank_of=[1, 0, 1], classes=["a", "b", "c"])
+    told = scan_of_lengths([3, 1, 2], ranks=2, rank_of=[1, 0, 1], classes=["a", "b", "c"])
     assert [own.tolist() for own in told.lengths_by_rank()] == [[1], [3, 2]]
     assert told.classes_by_rank() == [("b",), ("a", "c")] and told.has_ranks

@@ -22,11 +22,11 @@ from helpers.datasets import LengthEncoder
 from lightning_lengthpool import LengthPoolDataModule
 from lightning_lengthpool.advise import command
 from lightning_lengthpool.advise.command import advise_config
-from lightning_lengthpool.advise.plan import machine_bytes, make_data, workers_by_rank
-from lightning_lengthpool.advise.world import world_of
+from lightning_lengthpool.advise.from_config import machine_bytes, make_data, workers_by_rank, world_of
 from lightning_lengthpool.cli import main, parse_config
 from lightning_lengthpool.ordering.lengths_file import read_lengths
 from lightning_lengthpool.ordering.reference_lengths import read_reference_lengths
+from lightning_lengthpool.ordering.settings import PoolWarmup
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = [(7 * i) % 101 + 1 for i in range(200)]
@@ -87,8 +87,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What the advisor is asked; it gives no answer."""
     seen = SimpleNamespace()
 
-    def ask(survey: Any, plan: Any, **options: Any) -> None:
-        seen.survey, seen.plan, seen.options = survey, plan, options
+    def ask(scan: Any, plan: Any, **options: Any) -> None:
+        seen.scan, seen.plan, seen.options = scan, plan, options
         raise Asked
 
     monkeypatch.setattr(command, "advise", ask)
@@ -130,12 +130,9 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     return line
 
 
-def test_all_of_it_for_a_config(
-    config: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lightning_lengthpool.advise.advisor.POOL_SIZES", (20,))
+def test_all_of_it_for_a_config(config: Callable[..., str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, out = config(pool_size=20), tmp_path / "out"
-    main(["advise", "--config", path, "--samples", "120", "--out", str(out)])
+    main(["advise", "--config", path, "--samples", "120", "--pool_sizes", "20", "--out", str(out)])
     said = capsys.readouterr()
     assert "policy pool, pool_size 20" in said.out and "Recommendation" in said.out and "%|" not in said.err
     assert json.loads((out / "advice.json").read_text())["plan"]["world_size"] == 2
@@ -163,22 +160,22 @@ def test_the_plan_is_that_of_the_config(
     }
     settings = {"pool_size": 30, "policy": "blocks", "seed": 7, "num_workers": 2, "cost": cost, "pool_warmup": warmup}
     run("--config", config(trainer, **settings), "--samples", "24", "--out", str(tmp_path))
-    plan = asked.plan
-    assert (plan.policy, plan.pool_size, plan.batch_size, plan.num_workers) == ("blocks", 30, 4, 2)
-    assert (plan.world_size, plan.ranks_per_node, plan.accumulate, plan.seed) == (6, 3, 5, 7)
-    assert (plan.cost, plan.is_padded, plan.warmup) == ("QuadraticCost(k=4000.0)", True, (8, 2))
+    plan, pool = asked.plan, asked.plan.settings
+    assert (pool.policy, pool.pool_size, pool.batch_size, plan.num_workers) == ("blocks", 30, 4, 2)
+    assert (plan.world_size, plan.ranks_per_node, plan.accumulate, pool.seed) == (6, 3, 5, 7)
+    assert (repr(pool.cost), pool.is_padded, pool.warmup) == ("QuadraticCost(k=4000.0)", True, PoolWarmup(8, 2))
     assert plan.max_length == ("model.init_args.max_seq_len", 77)
-    assert plan.is_active and plan.is_known and not plan.has_reference
+    assert not plan.is_off and plan.is_known and not plan.has_reference
     assert plan.lengths_file == str(tmp_path / "lengths.csv")
     assert asked.options["world_sizes"] == [6] and asked.options["machine_bytes"] == machine_bytes()
-    assert len(asked.survey.streams) == 12 and asked.survey.ranks == 6
-    assert asked.survey.costs[0] == pytest.approx(asked.survey.lengths[0] * (1 + asked.survey.lengths[0] / 4000))
+    assert len(asked.scan.streams) == 12 and asked.scan.ranks == 6
+    assert asked.scan.costs[0] == pytest.approx(asked.scan.lengths[0] * (1 + asked.scan.lengths[0] / 4000))
 
 
 def test_the_first_world_size_is_the_runs(config: Callable[..., str], asked: SimpleNamespace, tmp_path: Path) -> None:
     args = ["--config", config({"devices": "auto"}), "--samples", "40", "--out", str(tmp_path)]
     run(*args, "--world_size", "8, 64,512", "--max_length", "50")
-    assert asked.plan.world_size == asked.survey.ranks == 8 and asked.options["world_sizes"] == [8, 64, 512]
+    assert asked.plan.world_size == asked.scan.ranks == 8 and asked.options["world_sizes"] == [8, 64, 512]
     assert asked.plan.max_length == ("--max_length", 50)
 
 
@@ -187,7 +184,7 @@ def test_a_pool_that_is_off_is_advised_on(
     config: Callable[..., str], asked: SimpleNamespace, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     run("--config", config(**settings), "--samples", "40", "--out", str(tmp_path))
-    assert not asked.plan.is_active and len(asked.survey.lengths) == 40
+    assert asked.plan.is_off and len(asked.scan.lengths) == 40
 
 
 def test_a_derived_module_finds_its_data(dataset: Callable[..., Path], asked: SimpleNamespace, tmp_path: Path) -> None:
@@ -196,7 +193,7 @@ def test_a_derived_module_finds_its_data(dataset: Callable[..., Path], asked: Si
     path.write_text(yaml.safe_dump({"model": f"{__name__}.NoModel", "data": data, "trainer": {"devices": 1}}))
     setup = LengthPoolDataModule.setup
     run("-c", str(path), "--samples", "30", "--out", str(tmp_path))
-    assert len(asked.survey.lengths) == 30 and LengthPoolDataModule.setup is setup
+    assert len(asked.scan.lengths) == 30 and LengthPoolDataModule.setup is setup
 
 
 def test_classes_and_shares_of_a_reference_that_is_there(
@@ -207,7 +204,7 @@ def test_classes_and_shares_of_a_reference_that_is_there(
     stream = {"policy": "stream", "pool_size": 20, "class_fn": f"{__name__}.parity"}
     path = config(**stream, reference_lengths=str(reference))
     run("--config", path, "--samples", "40", "--out", str(tmp_path))
-    assert asked.plan.has_reference and asked.plan.class_shares == {"even": 0.25, "odd": 0.75}
+    assert asked.plan.has_reference and asked.plan.settings.class_shares == {"even": 0.25, "odd": 0.75}
     with (tmp_path / "lengths.csv").open() as file:
         assert all(("odd" if int(row["tokens"]) % 2 else "even") == row["class"] for row in csv.DictReader(file))
     assert set(read_reference_lengths(tmp_path / "lengths.csv").lengths) == {"odd", "even"}
@@ -302,13 +299,11 @@ def rows(path: Path, text: str) -> str:
     return str(path)
 
 
-def test_a_file_of_lengths_is_advised_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lightning_lengthpool.advise.advisor.POOL_SIZES", (20,))
+def test_a_file_of_lengths_is_advised_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = rows(tmp_path / "in.csv", "tokens\n" + "\n".join(map(str, LENGTHS)))
     out = tmp_path / "out"
-    main(["advise", "--lengths", path, "--world_size", "4", "--batch_size", "2", "--out", str(out)])
+    args = ["--lengths", path, "--world_size", "4", "--batch_size", "2", "--pool_sizes", "20", "--out", str(out)]
+    main(["advise", *args])
     assert "Recommendation" in capsys.readouterr().out
     assert read_lengths(out / "lengths.csv", "file").tokens.tolist() == LENGTHS
     assert (out / "advice.json").is_file() and (out / "advice.png").is_file()
@@ -319,28 +314,22 @@ def test_the_plan_for_a_file_of_lengths(asked: SimpleNamespace, tmp_path: Path) 
     common = ["--lengths", path, "--world_size", "64,8", "--out", str(tmp_path / "out")]
     run(*common, "--batch_size", "4")
     plan = asked.plan
-    assert (plan.is_known, plan.is_active, plan.policy, plan.batch_size, plan.world_size) == (
-        False,
-        False,
-        "none",
-        4,
-        64,
-    )
-    assert asked.survey.classes == ("a", "b") and not asked.survey.has_ranks
+    assert (plan.is_known, plan.is_off, plan.settings.batch_size, plan.world_size) == (False, True, 4, 64)
+    assert asked.scan.classes == ("a", "b") and not asked.scan.has_ranks
     assert asked.options["world_sizes"] == [64, 8]
     run(*common, "--pool_size", "100", "--max_tokens", "7.5", "--max_length", "8")
-    plan = asked.plan
-    assert (plan.is_active, plan.policy, plan.pool_size, plan.max_tokens) == (True, "stream", 100, 7.5)
-    assert plan.batch_size is None and plan.max_length == ("--max_length", 8)
+    plan, pool = asked.plan, asked.plan.settings
+    assert (plan.is_off, pool.policy, pool.pool_size, pool.max_tokens) == (False, "stream", 100, 7.5)
+    assert pool.batch_size is None and plan.max_length == ("--max_length", 8)
     run(*common, "--pool_size", "100", "--batch_size", "4")
-    assert (asked.plan.policy, asked.plan.batch_size) == ("pool", 4)
+    assert (asked.plan.settings.policy, asked.plan.settings.batch_size) == ("pool", 4)
 
 
 def test_a_column_of_ranks_tells_them_apart(asked: SimpleNamespace, tmp_path: Path) -> None:
     path = rows(tmp_path / "lengths.csv", "rank,tokens\n0,5\n1,9\n0,6\n")
     run("--lengths", path, "--batch_size", "1", "--out", str(tmp_path))
-    assert [own.tolist() for own in asked.survey.lengths_by_rank()] == [[5, 6], [9]]
-    assert asked.plan.world_size == 2 and asked.survey.has_ranks
+    assert [own.tolist() for own in asked.scan.lengths_by_rank()] == [[5, 6], [9]]
+    assert asked.plan.world_size == 2 and asked.scan.has_ranks
     assert "rank" in Path(path).read_text()  # the file is not written over
 
 
@@ -386,7 +375,7 @@ def test_a_wrong_file_of_lengths_is_named_with_the_line(
         (["--lengths", "IN", "--samples", "5", "--batch_size", "2"], "--samples goes with --config"),
         (["--config", "c.yaml", "--pool_size", "5"], "--pool_size goes with --lengths"),
         (["--config", "gone.yaml"], "gone.yaml"),
-        ([], "--config --lengths is required"),
+        ([], "expected either --config or --lengths"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -517,9 +506,9 @@ def test_ctrl_c_ends_the_reading_and_what_was_read_counts(config: Callable[..., 
     path = Path(config(num_workers=2, pool_size=20))
     path.write_text(path.read_text().replace("helpers.datasets.LengthEncoder", "slow.Slow"))
     (tmp_path / "slow.py").write_text(SLOW)
-    code = "from lightning_lengthpool import advisor, cli; advisor.POOL_SIZES = (20,); cli.main()"
-    command = [sys.executable, "-c", code, "advise", "--config", str(path), "--out", "out"]
-    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "train.py"), "advise", "--config", str(path), "--out", "out"]
+    command += ["--pool_sizes", "20"]
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{Path(__file__).parent}", "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=tmp_path, env=env, start_new_session=True, **pipes) as advising:
         reading = tmp_path / "reading"

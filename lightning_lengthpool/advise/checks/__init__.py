@@ -1,0 +1,1 @@
+"""What a person would forget to look at."""
