@@ -166,7 +166,7 @@ def _prediction(
     is_known_world = table.ranks in (1, width)
     order = np.arange(ranks) if is_known_world else np.random.default_rng(0).permutation(ranks)
     worlds = order[: ranks // width * width].reshape(-1, width)
-    figures, variances = scored.figures(worlds), scored.chance(worlds) ** 2
+    figures, variances = scored.figures(worlds), scored.variances(worlds)
     differences = np.zeros((1, 3))
     if resampled:
         variances += budget_variances(figures, resampled)
