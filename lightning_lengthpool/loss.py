@@ -59,14 +59,14 @@ def token_share(tokens: Tensor, *, expected: float | None = None, group: Process
         raise TypeError(f"tokens is {tokens!r}, expected a tensor: torch.tensor(tokens, device=self.device)")
     if expected is not None and not expected > 0:
         raise ValueError(f"expected is {expected}, expected a positive number of tokens")
-    own = tokens.detach()
+    counted = tokens.detach()
     ranks = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
     if expected is not None:
-        share = own * (ranks / expected)
+        share = counted * (ranks / expected)
     elif ranks == 1:
-        share = own > 0
+        share = counted > 0
     else:
-        total = own.to(torch.float64, copy=True)  # exact up to 2**53 tokens
+        total = counted.to(torch.float64, copy=True)  # exact up to 2**53 tokens
         dist.all_reduce(total, group=group)
-        share = ranks * own / total.clamp(min=1)
+        share = ranks * counted / total.clamp(min=1)
     return share.to(torch.get_default_dtype())

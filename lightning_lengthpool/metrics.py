@@ -1,4 +1,4 @@
-"""The figures of `cost.py` as torchmetrics metrics, equal to them on the same numbers.
+"""The figures of `ordering.efficiency` as torchmetrics metrics, equal to them on the same numbers.
 
 Every process updates its metric with the numbers of its own rank: one number a step, or `[steps]` of them.
 `compute` joins the ranks' numbers side by side, so that the n-th step since `reset` of each rank meets the n-th
@@ -114,7 +114,7 @@ class _PerStep(_OverRanks):
 
 
 class IdleFraction(_PerStep):
-    """Share of the ranks' time spent waiting for the slowest rank, see `cost.idle_fraction`.
+    """Share of the ranks' time spent waiting for the slowest rank, see `efficiency.idle_fraction`.
 
     A rank with fewer steps than another costs 0 in those that it lacks: it waits.
 
@@ -146,11 +146,12 @@ class IdleFraction(_PerStep):
             ValueError: If the updates had different numbers of ranks.
         """
         (costs,) = self._complete()
-        return 1.0 - costs.mean(dim=1).sum() / costs.amax(dim=1).sum()
+        idle: Tensor = 1.0 - costs.mean(dim=1).sum() / costs.amax(dim=1).sum()
+        return idle
 
 
 class PaddingFraction(_OverRanks):
-    """Share of the tokens trained on that is padding, see `cost.padding_fraction`.
+    """Share of the tokens trained on that is padding, see `efficiency.padding_fraction`.
 
     It is a ratio of sums, so ranks need not have the same steps, and a NaN leaves out the one number that it
     pairs with, not the step.
@@ -186,11 +187,12 @@ class PaddingFraction(_OverRanks):
     def compute(self) -> Tensor:
         """The padding fraction, a float64 scalar."""
         tokens, padded = self.sums
-        return 1.0 - tokens / padded
+        padding: Tensor = 1.0 - tokens / padded
+        return padding
 
 
 class UsefulFraction(_PerStep):
-    """Share of the ranks' capacity that real tokens fill, see `cost.useful_fraction`.
+    """Share of the ranks' capacity that real tokens fill, see `efficiency.useful_fraction`.
 
     A rank with fewer steps than another has no tokens in those that it lacks: it waits.
 
@@ -216,7 +218,8 @@ class UsefulFraction(_PerStep):
             ValueError: If the updates had different numbers of ranks.
         """
         tokens, padded = self._complete()
-        return tokens.sum() / (padded.shape[1] * padded.amax(dim=1).sum())
+        useful: Tensor = tokens.sum() / (padded.shape[1] * padded.amax(dim=1).sum())
+        return useful
 
 
 class RankSpread(_PerStep):

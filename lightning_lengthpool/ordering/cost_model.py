@@ -22,7 +22,7 @@ class CostModel(ABC):
 
     @property
     def is_padded(self) -> bool:
-        """Whether a batch costs its samples times the dearest of them (padding); else the sum of their costs."""
+        """Whether a batch costs its samples times the most expensive of them (padding); else the sum of their costs."""
         return True
 
     @abstractmethod

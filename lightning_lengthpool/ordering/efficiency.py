@@ -94,19 +94,19 @@ def data_seconds_lost(compute: ArrayLike, data: ArrayLike, step: ArrayLike) -> A
     return lost
 
 
-def rank_idle_fractions(own: ArrayLike, slowest: float) -> Array:
-    """Each rank's share of its time spent waiting: `1 - own / slowest`. Their mean is the idle fraction.
+def rank_idle_fractions(per_rank: ArrayLike, slowest: float) -> Array:
+    """Each rank's share of its time spent waiting: `1 - per_rank / slowest`. Their mean is the idle fraction.
 
     It takes sums, so a long run need not keep its steps.
 
     Args:
-        own: Each rank's cost, summed over steps, shape `[ranks]`.
+        per_rank: Each rank's cost, summed over steps, shape `[ranks]`.
         slowest: The slowest rank's cost of each step, summed over steps.
 
     Returns:
         Shape `[ranks]`; NaN throughout if `slowest` is 0.
     """
-    values = _checked("own", own, ndim=1)
+    values = _checked("per_rank", per_rank, ndim=1)
     return 1.0 - values / slowest if slowest > 0 else np.full(values.shape, np.nan)
 
 

@@ -83,9 +83,9 @@ def _count(sample: Any, name: str, tokens: Any) -> int:
     shape = _shape(tokens)
     if shape is not None and len(shape) == 1:
         return int(shape[0])
-    found = f"a {type(tokens).__name__}" + ("" if shape is None else f" of shape {shape}")
+    given = f"a {type(tokens).__name__}" + ("" if shape is None else f" of shape {shape}")
     raise ValueError(
-        f"sample {get_field(sample, '__key__')!r} has {name!r} which is {found}, expected one dimension of tokens, "
+        f"sample {get_field(sample, '__key__')!r} has {name!r} which is {given}, expected one dimension of tokens, "
         "which tells its length. Let the encoder give them in one dimension (a tokenizer's return_tensors adds "
         "another: take [0]) or set 'total_len', or name a function with length_fn."
     )

@@ -137,9 +137,9 @@ def _read(reader: Any, file: str, has_ranks: bool) -> LengthRows:
             raise _Wrong(f"has the length {length:g}, expected a finite number of at least 0")
         tokens.append(length)
         if of_class is not None:
-            if not (kind := row[of_class]):
+            if not (name := row[of_class]):
                 raise _Wrong("names no class, though the file has a column for it")
-            classes.append(names.setdefault(kind, len(names)))
+            classes.append(names.setdefault(name, len(names)))
         if of_rank is not None:
             rank = row[of_rank]
             if rank is None or not rank.strip().isdecimal() or len(rank) > _DIGITS:
@@ -160,7 +160,7 @@ class _Wrong(ValueError):
 
 
 def _filled(reader: Any, width: int) -> Iterator[Sequence[str | None]]:
-    """The rows that are not empty, with None in the place of cells that are missing."""
+    """The rows that are not empty, with None for cells that are missing."""
     for row in reader:
         if len(row) >= width:
             yield row

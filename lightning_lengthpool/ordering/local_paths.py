@@ -80,5 +80,6 @@ def expand(path: Any, setting: str, expected: str) -> str | Path:
 
 
 def url_scheme(path: str | Path) -> str | None:
-    found = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", path) if isinstance(path, str) else None
-    return None if found is None else found[1].lower()
+    """The scheme of a URL, in lower case; None of a path."""
+    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", path) if isinstance(path, str) else None
+    return None if scheme is None else scheme[1].lower()

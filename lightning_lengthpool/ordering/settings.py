@@ -15,6 +15,8 @@ from lightning_lengthpool.ordering.reference_costs import ReferenceCosts
 
 POLICIES = ("none", "pool", "blocks", "stream")
 OVER_BUDGET = ("error", "alone", "drop")
+STREAM_SETTINGS = ("reference_lengths", "max_tokens", "class_shares", "class_fn")
+"""What goes with policy 'stream' alone."""
 GOOD_SIZE = "10 to 100 times batch_size is a good start."
 ClassFn = Callable[[Any], str]
 
@@ -105,8 +107,10 @@ class PoolSettings:
             raise ValueError(f"cost is {self.cost!r}, expected a cost model, e.g. cost_models.QuadraticCost")
         if self.max_tokens is not None:
             check_positive("max_tokens", self.max_tokens)
-        for name, setting in (("reference_lengths", "reference"), *((same, same) for same in _STREAM_ONLY)):
-            self._require_stream(name, getattr(self, setting))
+        for name in STREAM_SETTINGS:
+            value = self.reference if name == "reference_lengths" else getattr(self, name)
+            if value is not None:
+                require_stream(self.policy, self.pool_size, name, "set" if value is self.reference else repr(value))
         if self.over_budget != "error" and self.max_tokens is None:
             raise ValueError(f"over_budget is {self.over_budget!r}, but there is no max_tokens to be over. Set it.")
         if self.class_fn is not None and self.class_shares is None:
@@ -114,7 +118,7 @@ class PoolSettings:
         if self.class_shares is not None:
             _check_shares(self.class_shares)
             # in one order on all ranks, whatever the order in which they were written down
-            object.__setattr__(self, "class_shares", dict(sorted(self.class_shares.items(), key=_by_name)))
+            object.__setattr__(self, "class_shares", dict(sorted(self.class_shares.items(), key=lambda item: item[0])))
         self._check_warmup()
         self._check_batch_comes_from_one_pool()
 
@@ -134,18 +138,18 @@ class PoolSettings:
         return self.policy == "stream" and not self.is_off
 
     @property
+    def is_handed_out_whole(self) -> bool:
+        """Whether all of a pool leaves before the next one does."""
+        return not self.is_off and not self.is_stream
+
+    @property
     def is_padded(self) -> bool:
         """Whether a batch costs its samples times the most expensive of them; else the sum of their costs."""
         return self.cost is None or self.cost.is_padded
 
     @property
     def slot_size(self) -> int:
-        """Samples of a slot: `batch_size`, or 1 where a sample is a batch. With `max_tokens` there is no such number.
-
-        Example:
-            >>> PoolSettings(batch_size=None).slot_size
-            1
-        """
+        """Samples of a slot: `batch_size`, 1 where a sample is a batch; with `max_tokens` there is no such number."""
         return self.batch_size or 1
 
     @property
@@ -231,28 +235,22 @@ class PoolSettings:
 
     # ---- which setting goes with which
 
-    def _require_stream(self, name: str, value: Any) -> None:
-        if value is not None:
-            require_stream(self.policy, self.pool_size, name, "set" if name == "reference_lengths" else repr(value))
-
     def _check_warmup(self) -> None:
         if self.warmup is None:
             return
         if not isinstance(self.warmup, PoolWarmup):
             raise ValueError(f"pool_warmup is {self.warmup!r}, expected PoolWarmup(initial=..., flushes=...)")
-        if self.policy not in ("pool", "blocks") or self.warmup.initial > self.pool_size:
+        if not self.is_handed_out_whole or self.warmup.initial > self.pool_size:
             raise ValueError(
                 f"pool_warmup is {self.warmup} with policy {self.policy!r} and pool_size {self.pool_size}: it is for "
                 "policies 'pool' and 'blocks', which hand out whole pools, and initial is at most pool_size"
             )
 
     def _check_batch_comes_from_one_pool(self) -> None:
-        if self.policy not in ("blocks", "stream") or self.is_off or self.batch_size is None:
+        if self.is_off or self.policy not in ("blocks", "stream") or self.batch_size is None:
             return
-        sizes = {"pool_size": self.pool_size}
-        if self.warmup is not None:
-            sizes["pool_warmup.initial"] = self.warmup.initial
-        for name, value in sizes.items():
+        initial = self.pool_size if self.warmup is None else self.warmup.initial
+        for name, value in (("pool_size", self.pool_size), ("pool_warmup.initial", initial)):
             if value < self.batch_size:
                 raise ValueError(
                     f"{name} is {value}, less than batch_size {self.batch_size}, and with policy {self.policy!r} a "
@@ -260,7 +258,11 @@ class PoolSettings:
                 )
 
 
-_STREAM_ONLY = ("max_tokens", "class_shares", "class_fn")
+def unfit_settings(policy: str, settings: Mapping[str, Any]) -> list[str]:
+    """The names of the data module's settings that are set and do not go with a policy, whatever its pool."""
+    unfit = [] if policy == "stream" else list(STREAM_SETTINGS)
+    unfit += ["pool_warmup"] if policy in ("none", "stream") else []
+    return [name for name in unfit if settings.get(name) is not None]
 
 
 def require_stream(policy: str, pool_size: int, name: str, shown: str = "set") -> None:
@@ -281,7 +283,7 @@ def require_stream(policy: str, pool_size: int, name: str, shown: str = "set") -
 
 def check_integer(name: str, value: Any, *, minimum: int | None = None, hint: str = "") -> int:
     """Return `value` as an int; raise a `ValueError` that names the setting if it is no integer or below `minimum`."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or (minimum is not None and value < minimum):
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or (minimum is not None and value < minimum):
         bound = "" if minimum is None else f" of at least {minimum}"
         raise ValueError(f"{name} is {value!r}, expected an integer{bound}" + (f" ({hint})" if hint else ""))
     return int(value)
@@ -313,7 +315,3 @@ def _check_shares(shares: Mapping[Any, float]) -> None:
 
 def _function_name(function: Callable[..., Any] | None) -> str | None:
     return None if function is None else getattr(function, "__qualname__", type(function).__qualname__)
-
-
-def _by_name(item: tuple[Any, float]) -> Any:
-    return item[0]

@@ -101,8 +101,9 @@ class SortedPool:
         self._reference: dict[Hashable, Quantiles] = {}
         self._history: dict[Hashable, History] = {}
         if reference is not None:
-            costs = {name: reference.costs[name] for name in self._shares}
-            self._reference = {name: Quantiles(own, self._budget, self._batch_size) for name, own in costs.items()}
+            self._reference = {
+                name: Quantiles(reference.costs[name], self._budget, self._batch_size) for name in self._shares
+            }
         elif self._budget is None:  # which batch fills a budget hardly differs by the history: no gain there
             self._history = {name: History(HISTORY * settings.capacity) for name in self._shares}
 

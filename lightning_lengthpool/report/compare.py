@@ -16,6 +16,7 @@ from typing import IO, Any
 import yaml
 from filelock import FileLock, Timeout
 
+from lightning_lengthpool.ordering.settings import unfit_settings
 from lightning_lengthpool.report import figures
 from lightning_lengthpool.report.out_folder import make_out
 from lightning_lengthpool.report.tables import compare_runs, compare_table, print_table, write_json
@@ -193,13 +194,9 @@ def _check_policy(config: Any, policy: str) -> None:
         ValueError: If so; the message names the settings.
     """
     settings = config.get("data", {}).get("init_args") or {}
-    of_stream = ("max_tokens", "reference_lengths", "class_fn", "class_shares")
-    found = [name for name in of_stream if settings.get(name) is not None and policy != "stream"]
-    if settings.get("pool_warmup") is not None and policy not in ("pool", "blocks"):
-        found.append("pool_warmup")
-    if found:
+    if unfit := unfit_settings(policy, settings):
         raise ValueError(
-            f"policy {policy!r} does not go with {', '.join(found)} in the config. Leave the policy out with "
+            f"policy {policy!r} does not go with {', '.join(unfit)} in the config. Leave the policy out with "
             "--policies, or compare with a config without these settings."
         )
 

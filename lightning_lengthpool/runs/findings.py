@@ -164,7 +164,7 @@ def _lengths_sentence(
     left = f"{percent(best.idle.mean)} idle"
     if today.padding.mean >= WORTH:
         left += f" and {percent(best.padding.mean)} padding"
-    if best.case == today.case or best.case.policy == "none":
+    if best.case == today.case or best.case.settings.is_off:
         return (
             f"{start}the present setting ({setting(today.case)}) is already near the best that a pool can do here, "
             f"about {percent(today.idle.mean)} (predicted)"
@@ -202,7 +202,7 @@ def choose_setting(
 
     @cache
     def predict(case: Case) -> Prediction:
-        batch = batch_samples(costs, case.batch_size, case.max_tokens)
+        batch = batch_samples(costs, case.settings.batch_size, case.settings.max_tokens)
         return predict_quickly(lengths, case, batch, summary.seconds)
 
     off = Case(PoolSettings(samples_without_pool(costs, batch_size, max_tokens), 0, "none"), len(lengths), accumulate)

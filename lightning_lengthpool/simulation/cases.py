@@ -138,7 +138,7 @@ class Table:
         classes = np.zeros(len(lengths), dtype=np.int64)
         self._class_names: list[Hashable] = []
         if known.classes is not None:
-            names, classes = np.unique(np.concatenate([np.asarray(own) for own in known.classes]), return_inverse=True)
+            names, classes = np.unique(np.concatenate(list(map(np.asarray, known.classes))), return_inverse=True)
             self._class_names = names.tolist()
         order = np.lexsort((costs, classes, ranks))
         ranks, self._costs, self._classes = ranks[order], costs[order], classes[order]

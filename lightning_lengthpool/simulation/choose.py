@@ -86,10 +86,10 @@ def cases_to_try(
     cases = list(stream)
     if not needs_stream:
         # with one sample a batch 'blocks' is 'pool' by another name
-        policies = ["pool"] if stream[0].batch_size == 1 else ["pool", "blocks"]
+        policies = ["pool"] if stream[0].settings.batch_size == 1 else ["pool", "blocks"]
         cases = [with_pool(policy, size) for policy in policies for size in sorted(sizes)] + stream
     if may_refer and not stream[0].has_reference:
-        cases += [replace(case, has_reference=True) for case in stream if case.pool_size <= _LARGE]
+        cases += [replace(case, has_reference=True) for case in stream if case.settings.pool_size <= _LARGE]
     return cases
 
 
@@ -124,7 +124,7 @@ class Chooser:
 
     def is_within_share(self, case: Case) -> bool:
         """Whether a rank has enough samples to fill its pools."""
-        return self.rank_samples is None or case.pool_size * self.pools <= self.rank_samples
+        return self.rank_samples is None or case.settings.pool_size * self.pools <= self.rank_samples
 
     def is_possible(self, case: Case) -> bool:
         """Whether a setting's pools fit into memory and into a rank's share of the data set."""
@@ -132,14 +132,14 @@ class Chooser:
 
     def choose(self, predictions: Sequence[Prediction]) -> Prediction:
         """The best of some predictions, of today's and of no pool."""
-        today, possible = self.today, [found for found in predictions if self.is_possible(found.case)]
+        today, possible = self.today, [prediction for prediction in predictions if self.is_possible(prediction.case)]
         least = min(map(waste, [*possible, self.baseline]))
         if waste(self.baseline) - least < efficiency.WORTH and not self.needs_stream:
             return self.baseline
         if not possible:
             return today if self.fits(today.case) else self.baseline
-        smallest = min(found.case.pool_size for found in possible)
-        best = min(possible, key=lambda found: self._score(found, smallest))
+        smallest = min(prediction.case.settings.pool_size for prediction in possible)
+        best = min(possible, key=lambda prediction: self._score(prediction, smallest))
         saves = waste(today) - waste(best) >= self.worth
         return best if saves or not self.is_possible(today.case) else today
 
@@ -154,39 +154,44 @@ class Chooser:
             predict: Of one case.
         """
         possible = [case for case in cases if self.is_possible(case)]
-        smallest = min((case.pool_size for case in possible), default=1)
-        first_size = max(self.today.case.pool_size, _FIRST_SIZE)
+        smallest = min((case.settings.pool_size for case in possible), default=1)
+        first_size = max(self.today.case.settings.pool_size, _FIRST_SIZE)
         tried = {self.today.case: self.today} if self.today.case in possible else {}
         for policy in dict.fromkeys(map(_policy, possible)):
             sizes = [case for case in possible if _policy(case) == policy]
             if not any(case in tried for case in sizes):
-                first = min(sizes, key=lambda case: abs(math.log(case.pool_size / first_size)))
+                first = min(sizes, key=lambda case: abs(math.log(case.settings.pool_size / first_size)))
                 tried[first] = predict(first)
 
         def bound(case: Case) -> float:
-            alike = [found for found in tried.values() if _policy(found.case) == _policy(case)]
-            halved = [math.log(max(1.0, case.pool_size / found.case.pool_size), 3) for found in alike]
-            least = max(waste(found) * 0.5**times for found, times in zip(alike, halved, strict=True))
+            alike = [prediction for prediction in tried.values() if _policy(prediction.case) == _policy(case)]
+            halved = [
+                math.log(max(1.0, case.settings.pool_size / prediction.case.settings.pool_size), 3)
+                for prediction in alike
+            ]
+            least = max(waste(prediction) * 0.5**times for prediction, times in zip(alike, halved, strict=True))
             return float(least) + self._penalty(case, smallest)
 
         while True:
-            best = min((self._score(found, smallest)[0] for found in tried.values()), default=0.0)
+            best = min((self._score(prediction, smallest)[0] for prediction in tried.values()), default=0.0)
             left = [case for case in possible if case not in tried and bound(case) < best]
             if not left:
                 return self.choose(list(tried.values()))
             case = min(left, key=bound)
             tried[case] = predict(case)
 
-    def _score(self, found: Prediction, smallest: int) -> tuple[float, int]:
+    def _score(self, prediction: Prediction, smallest: int) -> tuple[float, int]:
         # rounded: of settings that are as good the smallest pool
-        return round(waste(found) + self._penalty(found.case, smallest), 3), found.case.pool_size
+        return round(
+            waste(prediction) + self._penalty(prediction.case, smallest), 3
+        ), prediction.case.settings.pool_size
 
     def _penalty(self, case: Case, smallest: int) -> float:
         today = self.today.case
-        changes = (case.policy != today.policy) + (case.has_reference != today.has_reference)
-        tripled = math.log(case.pool_size / max(today.pool_size, smallest), 3)
+        changes = (case.settings.policy != today.settings.policy) + (case.has_reference != today.has_reference)
+        tripled = math.log(case.settings.pool_size / max(today.settings.pool_size, smallest), 3)
         return self.worth * (changes + max(0.0, tripled))
 
 
 def _policy(case: Case) -> tuple[str, bool]:
-    return case.policy, case.has_reference
+    return case.settings.policy, case.has_reference

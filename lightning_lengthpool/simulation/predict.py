@@ -142,7 +142,7 @@ def _whole_pools(case: Case, steps: int) -> int:
     """Micro-batches for so many steps; of pools that leave as a whole as many more as use them up, for the batch with
     the longest samples comes once in each, and what it costs is a good part of all waiting."""
     settings, batches = case.settings, steps * case.accumulate
-    if settings.is_off or settings.is_stream or settings.batch_size is None:
+    if not settings.is_handed_out_whole or settings.batch_size is None:
         return batches
     pools = -(-batches * settings.batch_size // settings.capacity)
     whole_steps = pools * settings.capacity // settings.batch_size // case.accumulate
@@ -166,7 +166,7 @@ def _prediction(
     is_known_world = table.ranks in (1, width)
     order = np.arange(ranks) if is_known_world else np.random.default_rng(0).permutation(ranks)
     worlds = order[: ranks // width * width].reshape(-1, width)
-    figures, variances = scored.figures(worlds), scored.chance(worlds) ** 2
+    figures, variances = scored.figures(worlds), scored.variances(worlds)
     differences = np.zeros((1, 3))
     if resampled:
         variances += budget_variances(figures, resampled)

@@ -32,14 +32,14 @@ def predict_quickly(lengths: Sequence[Array], case: Case, batch: float, seconds:
     """
     ranks, micro_batches, slots = len(lengths), case.accumulate, None
     samples_per_step = max(1, round(batch)) * micro_batches
-    if case.policy == "stream":  # slower to simulate, and no pools that would have to be whole
+    if case.settings.is_stream:  # slower to simulate, and no pools that would have to be whole
         samples = max(300, min(12_000, 40_000 // ranks))
         steps = max(1, min(samples // samples_per_step, max(_FEW_STEPS, 40_000 // ranks)))
         if steps * micro_batches <= _FEW_SLOTS:
             slots = even_slots(case.settings.seed, steps * micro_batches)
     else:
         # whole pools; of few ranks more samples, for they leave more to chance
-        samples, pool = max(3000, min(12_000, 200_000 // ranks)), max(1, case.pool_size)
+        samples, pool = max(3000, min(12_000, 200_000 // ranks)), max(1, case.settings.pool_size)
         steps = max(1, -(-samples // pool) * pool // samples_per_step)
     settings = case.settings
     if case.has_reference:

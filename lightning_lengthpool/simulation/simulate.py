@@ -114,24 +114,14 @@ def simulate(
     rngs: Sequence[np.random.Generator | None] = [None] * len(known)
     if not is_cycle and steps is not None:
         rngs = np.random.default_rng(rng_seed).spawn(len(known))
-    sources = [source_of(len(own), rng, steps is not None) for own, rng in zip(known, rngs, strict=True)]
+    sources = [source_of(len(stream), rng, steps is not None) for stream, rng in zip(known, rngs, strict=True)]
     if settings.is_stream:
         known_classes = None if classes is None else _checked_classes(classes, known)
-        turns = [None if steps is None else _turns(steps, worker, workers) for worker in range(workers)]
-        streams = _from_full_pools(settings, known_costs, known_classes, sources, turns, slots)
-        if steps is None:
-            steps = _common_steps([len(stream.samples) for stream in streams], workers)
+        streams = _stream_pools(settings, known_costs, known_classes, sources, steps, workers, slots)
     else:
-        if steps is None:
-            whole = [samples_of_whole_pools(settings, len(own)) for own in known]
-            steps = _common_steps([samples // settings.slot_size for samples in whole], workers)
-        by_worker = [
-            flushed_batches(
-                settings, known_costs[worker::workers], sources[worker::workers], _turns(steps, worker, workers)
-            )
-            for worker in range(workers)
-        ]
-        streams = [stream for of_rank in zip(*by_worker, strict=True) for stream in of_rank]
+        streams = _whole_pools(settings, known_costs, sources, steps, workers)
+    if steps is None:
+        steps = _common_steps([len(stream.samples) for stream in streams], workers)
     if not steps:
         raise ValueError(
             f"lengths has streams of {min(map(len, known))} samples or more, too few for a batch on each rank: each "
@@ -146,11 +136,11 @@ def simulate(
         tokens.append(np.add.reduceat(chosen, starts))
         longest.append(np.maximum.reduceat(chosen, starts))
         ranks.append(batches)
-    samples, longest_ = np.stack([batches.samples for batches in ranks], axis=1), np.stack(longest, axis=1)
+    samples = np.stack([batches.samples for batches in ranks], axis=1)
     return Simulation(
         tokens=np.stack(tokens, axis=1),
-        padded=samples * longest_,
-        longest=longest_,
+        padded=samples * np.stack(longest, axis=1),
+        longest=np.stack(longest, axis=1),
         samples=samples,
         classes=np.stack([batches.classes for batches in ranks], axis=1),
         missed=np.stack([batches.missed for batches in ranks], axis=1),
@@ -158,26 +148,41 @@ def simulate(
     )
 
 
-def _from_full_pools(
+def _whole_pools(
+    settings: PoolSettings, costs: Sequence[Array], sources: Sequence[Source], steps: int | None, workers: int
+) -> list[Batches]:
+    """The batches of all streams, from pools that leave as a whole."""
+    if steps is None:
+        whole = [samples_of_whole_pools(settings, len(stream)) for stream in costs]
+        steps = _common_steps([samples // settings.slot_size for samples in whole], workers)
+    by_worker = [
+        flushed_batches(settings, costs[worker::workers], sources[worker::workers], _turns(steps, worker, workers))
+        for worker in range(workers)
+    ]
+    return [stream for of_rank in zip(*by_worker, strict=True) for stream in of_rank]
+
+
+def _stream_pools(
     settings: PoolSettings,
     costs: Sequence[Array],
     classes: Sequence[Indices] | None,
     sources: Sequence[Source],
-    turns: Sequence[int | None],
+    steps: int | None,
+    workers: int,
     slots: Sequence[int] | None,
 ) -> list[Batches]:
-    """The batches of all streams from pools that stay full; `turns` are how many each worker of a rank makes."""
+    """The batches of all streams, from pools that stay full."""
     numbers = np.arange(len(settings.class_shares or [None]))  # of the classes
     if classes is not None and settings.class_shares is None:
         shares = shares_of_batches(np.concatenate(classes), np.concatenate(costs), settings)
         numbers = np.flatnonzero(shares)
         settings = replace(settings, class_shares={int(number): float(shares[number]) for number in numbers})
-        classes = [np.searchsorted(numbers, own) for own in classes]
+        classes = [np.searchsorted(numbers, of_stream) for of_stream in classes]
     streams = []
     for number, source in enumerate(sources):
-        worker, of_stream = number % len(turns), None if classes is None else classes[number]
-        pool = SortedPool(settings, worker)
-        batches = stream_batches(pool, costs[number], of_stream, source, turns[worker], slots)
+        worker, of_stream = number % workers, None if classes is None else classes[number]
+        turns = None if steps is None else _turns(steps, worker, workers)
+        batches = stream_batches(SortedPool(settings, worker), costs[number], of_stream, source, turns, slots)
         streams.append(batches._replace(classes=numbers[batches.classes]))
     return streams
 
@@ -214,7 +219,7 @@ def _in_turn(streams: Sequence[Batches], lengths: Sequence[Array], steps: int) -
 def _checked_lengths(name: str, lengths: Sequence[ArrayLike]) -> list[Array]:
     if not len(lengths):
         raise ValueError(f"{name} has no rank, expected those of at least one")
-    arrays = [np.asarray(own, dtype=np.float64) for own in lengths]
+    arrays = [np.asarray(values, dtype=np.float64) for values in lengths]
     for rank, values in enumerate(arrays):
         if rank and values is arrays[rank - 1]:
             continue  # of ranks of one distribution
@@ -224,8 +229,8 @@ def _checked_lengths(name: str, lengths: Sequence[ArrayLike]) -> list[Array]:
 
 
 def _checked_classes(classes: Sequence[ArrayLike], lengths: Sequence[Array]) -> list[Indices]:
-    arrays = [np.asarray(own) for own in classes]
-    for rank, (own, values) in enumerate(zip(arrays, lengths, strict=True)):
-        if own.shape != values.shape or own.dtype.kind not in "iub" or (own < 0).any():
+    arrays = [np.asarray(numbers) for numbers in classes]
+    for rank, (numbers, values) in enumerate(zip(arrays, lengths, strict=True)):
+        if numbers.shape != values.shape or numbers.dtype.kind not in "iub" or (numbers < 0).any():
             raise ValueError(f"classes of rank {rank} must be an integer of at least 0 for each of its samples")
-    return [own.astype(np.int64) for own in arrays]
+    return [numbers.astype(np.int64) for numbers in arrays]

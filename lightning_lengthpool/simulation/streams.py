@@ -77,13 +77,13 @@ def flushed_batches(
         starts.append(starts[-1] + settings.size_of_pool(len(starts) - 1))
     chosen = np.stack([source(starts[-1]) for source in sources])
     if settings.capacity > 1:
-        chosen_costs = np.stack([own[indices] for own, indices in zip(costs, chosen, strict=True)])
+        chosen_costs = np.stack([of_stream[indices] for of_stream, indices in zip(costs, chosen, strict=True)])
         for start, stop in zip(starts, starts[1:], strict=False):
             order = ORDERS[settings.policy](range(stop - start), stop - start, start, settings.seed, size)
             by_cost = np.argsort(chosen_costs[:, start:stop], axis=1, kind="stable")
             chosen[:, start:stop] = np.take_along_axis(chosen[:, start:stop], by_cost[:, order], axis=1)
     of_batches = [np.full(batches, value) for value in (size, 0, False)]
-    return [Batches(own[:samples], *of_batches) for own in chosen]
+    return [Batches(indices[:samples], *of_batches) for indices in chosen]
 
 
 # ---- pools that stay full

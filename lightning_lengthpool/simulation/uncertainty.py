@@ -20,12 +20,13 @@ from lightning_lengthpool.simulation.cases import Replay, Table
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
 Seconds = Callable[[Array, Array], Array]
-"""`seconds(padded, longest)` of micro-batches, as `fit.Fit.seconds`; increasing in both."""
+"""`seconds(padded, longest)` of micro-batches, increasing in both."""
 
 _BLOCKS = 20  # pieces in time
 _SAMPLES = 200  # of the bootstrap
 _PARTS = 8  # of the ranks, for the jackknife
 _CONFIDENCE = 0.9
+_SEED = 42
 
 
 class Interval(NamedTuple):
@@ -37,7 +38,7 @@ class Interval(NamedTuple):
 
 
 class Scored:
-    """What simulated ranks train on; like `Simulation` of shape `[batches, ranks]`.
+    """What simulated ranks train on.
 
     Args:
         table: The lengths.
@@ -45,25 +46,34 @@ class Scored:
         accumulate: Micro-batches of a step.
         seconds: As for `predict`.
         blocks: Pieces in time whose figures are taken to be independent.
+
+    Attributes:
+        longest: The longest sample of each micro-batch, as an index into the table, `[batches, ranks]`.
+        tokens: Real tokens of each step, `[steps, ranks]`.
+        padded: The same with padding.
+        costs: What the step costs: its seconds, without a fit its padded tokens.
     """
 
     def __init__(
         self, table: Table, replay: Replay, accumulate: int, seconds: Seconds | None, blocks: int = _BLOCKS
     ) -> None:
-        self.blocks = blocks
+        self.replay, self.accumulate, self.blocks = replay, accumulate, blocks
         lengths = table.lengths if replay.lengths is None else replay.lengths
-        self.replay, self.accumulate = replay, accumulate
         tokens = np.add.reduceat(lengths[replay.chosen], replay.starts).reshape(replay.samples.shape).T
         self.longest = table.longest(replay)
         longest = lengths[self.longest]
         padded: Array = replay.samples.T * longest
-        #: Of each step, `[steps, ranks]`.
         self.tokens, self.padded = self._by_step(tokens), self._by_step(padded)
         self.costs = self.padded if seconds is None else self._by_step(costs_of(seconds, padded, longest))
 
     def _by_step(self, values: Array) -> Array:
         total: Array = values.reshape(-1, self.accumulate, values.shape[1]).sum(axis=1)
         return total
+
+    @property
+    def world(self) -> Indices:
+        """All ranks as one world, `[1, ranks]`."""
+        return np.arange(self.costs.shape[1])[None]
 
     def figures(self, worlds: Indices, every: int = 1) -> Array:
         """The fractions idle, padding and useful of worlds of some ranks each, `[worlds, ranks]`, taken together."""
@@ -78,25 +88,24 @@ class Scored:
             ]
         )
 
-    def slowest(self, values: Array, worlds: Indices, places: int) -> Array:
-        """How often each place of the table is the longest sample of a batch of the rank with most of `values`."""
-        rank = np.take_along_axis(worlds, values[:, worlds].argmax(axis=2).T, axis=1).T  # [steps, worlds]
-        own = np.take_along_axis(self.longest, np.repeat(rank, self.accumulate, axis=0), axis=1)
-        return _counts(own, places)
-
-    def chance(self, worlds: Indices) -> Array:
-        """The standard errors of `figures` for so few steps and ranks."""
+    def variances(self, worlds: Indices) -> Array:
+        """The variances of `figures` by the chance of so few steps and ranks."""
+        costs, tokens, padded = (values[:, worlds] for values in (self.costs, self.tokens, self.padded))
         ratios = [
-            (self.costs[:, worlds].mean(axis=2), self.costs[:, worlds].max(axis=2)),
-            (self.tokens[:, worlds].mean(axis=2), self.padded[:, worlds].mean(axis=2)),
-            (self.tokens[:, worlds].mean(axis=2), self.padded[:, worlds].max(axis=2)),
+            (costs.mean(axis=2), costs.max(axis=2)),
+            (tokens.mean(axis=2), padded.mean(axis=2)),
+            (tokens.mean(axis=2), padded.max(axis=2)),
         ]
-        variances = np.array([_ratio_variance(*ratio, self.blocks) for ratio in ratios])
+        variances = np.array([_ratio_variance(part, whole, self.blocks) for part, whole in ratios])
         if len(worlds) < 4 and worlds.shape[1] >= 2 * _PARTS:  # too few to see how they differ
-            without = np.array([self.figures(np.delete(worlds, np.s_[i::_PARTS], axis=1)) for i in range(_PARTS)])
-            variances += (_PARTS - 1) * without.var(axis=0)
-        errors: Array = np.sqrt(variances)
-        return errors
+            without = [self.figures(np.delete(worlds, np.s_[part::_PARTS], axis=1)) for part in range(_PARTS)]
+            variances += (_PARTS - 1) * np.var(without, axis=0)
+        return variances
+
+    def longest_of_slowest(self, values: Array, worlds: Indices) -> Indices:
+        """The longest sample of each batch of the rank with most of `values`, `[batches, worlds]`."""
+        slowest = np.take_along_axis(worlds, values[:, worlds].argmax(axis=2).T, axis=1).T  # [steps, worlds]
+        return np.take_along_axis(self.longest, np.repeat(slowest, self.accumulate, axis=0), axis=1)
 
 
 class Bootstrap:
@@ -114,68 +123,69 @@ class Bootstrap:
     @cached_property
     def lengths(self) -> Array:
         """`[samples of the bootstrap + 1, lengths]`: the first are the lengths themselves."""
-        own = self._table.lengths
-        count = int(min(max(4e6 // len(own), 40), _SAMPLES))  # with many lengths a few samples say enough
-        rng = np.random.default_rng((42, 1))
-        return np.stack([own, *(own[self._table.resampled(rng)] for _ in range(count))])
+        lengths = self._table.lengths
+        count = int(min(max(4e6 // len(lengths), 40), _SAMPLES))  # with many lengths a few samples say enough
+        rng = np.random.default_rng((_SEED, 1))
+        return np.stack([lengths, *(lengths[self._table.resampled(rng)] for _ in range(count))])
 
     def costs(self, samples: float) -> Array:
         """What a batch of so many samples costs whose longest has each of the `lengths`."""
-        if self._seconds is None:
-            return samples * self.lengths
-        if samples not in self._costs:
+        if samples not in self._costs:  # of many cases in a row it is the same number
             self._costs = {samples: costs_of(self._seconds, samples * self.lengths, self.lengths)}
         return self._costs[samples]
 
     def differences(self, scored: Scored, worlds: Indices) -> Array:
-        """By how much `Scored.figures` are off with other lengths, `[samples of the bootstrap, 3]`."""
-        n, width, samples = self.lengths.shape[1], worlds.shape[1], float(scored.replay.samples.mean())
-        chosen, sizes = scored.replay.chosen, scored.replay.samples
-        used = np.bincount(worlds.ravel(), minlength=len(sizes)).astype(np.float64)
-        each = np.bincount(chosen, weights=np.repeat(used, sizes.sum(axis=1)), minlength=n).astype(np.float64)
-        weigh = [each, _counts(scored.longest[:, worlds], n), scored.slowest(scored.padded, worlds, n)]
-        tokens, longest, slowest = (_sums(self.lengths, weights) for weights in weigh)
-        work, slowest_work = samples * longest, samples * slowest
+        """By how much `Scored.figures` are off with other lengths, `[samples of the bootstrap, 3]`.
+
+        A sum over steps is here one over lengths: of how often each occurs, times what it costs.
+        """
+        ranks, sizes = worlds.shape[1], scored.replay.samples
+        samples = float(sizes.mean())
+        times_used = np.bincount(worlds.ravel(), minlength=len(sizes)).astype(np.float64)  # of each simulated rank
+        tokens = self._sums(scored.replay.chosen, self.lengths, np.repeat(times_used, sizes.sum(axis=1)))
+        longest = scored.longest[:, worlds]
+        padded = samples * self._sums(longest, self.lengths)
+        slowest_padded = samples * self._sums(scored.longest_of_slowest(scored.padded, worlds), self.lengths)
+        cost, slowest_cost = padded, slowest_padded
         if self._seconds is not None:
             costs = self.costs(samples)
-            work, slowest_work = _sums(costs, weigh[1]), _sums(costs, scored.slowest(scored.costs, worlds, n))
-        with np.errstate(invalid="ignore", divide="ignore"):  # `efficiency.py`, on sums
-            found = np.stack(
-                [
-                    1 - work / width / slowest_work,
-                    1 - tokens / (samples * longest),
-                    tokens / (width * samples * slowest),
-                ],
-                axis=1,
-            )
-        differences: Array = found[1:] - found[0]
-        return differences
+            cost = self._sums(longest, costs)
+            slowest_cost = self._sums(scored.longest_of_slowest(scored.costs, worlds), costs)
+        with np.errstate(invalid="ignore", divide="ignore"):  # the formulas of `efficiency`, on sums
+            idle = 1 - cost / ranks / slowest_cost
+            padding = 1 - tokens / padded
+            useful = tokens / (ranks * slowest_padded)
+        figures = np.stack([idle, padding, useful], axis=1)
+        return np.asarray(figures[1:] - figures[0])
+
+    def _sums(self, indices: Indices | NDArray[np.int32], values: Array, weights: Array | None = None) -> Array:
+        """The sum of the values of some indices into the table, of each of `[rows, lengths]`."""
+        counts = np.bincount(indices.ravel(), weights, minlength=values.shape[1]).astype(np.float64)
+        return np.asarray(np.dot(values, counts))
 
 
 def budget_variances(figures: Array, resampled: Sequence[Scored]) -> Array:
     """The variance of figures by what is known of the lengths, from small simulations of resampled ones."""
-    worlds = [np.arange(small.costs.shape[1])[None] for small in resampled]
-    found = np.array([small.figures(world) for small, world in zip(resampled, worlds, strict=True)])
-    by_chance = np.mean([small.chance(world) ** 2 for small, world in zip(resampled, worlds, strict=True)], axis=0)
-    variances = found.var(axis=0, ddof=1)
+    of_resampled = np.array([small.figures(small.world) for small in resampled])
+    by_chance = np.mean([small.variances(small.world) for small in resampled], axis=0)
+    variances = of_resampled.var(axis=0, ddof=1)
     # what these waste themselves may be another part of it: few ranks wait less
-    none_wasted = np.array([0, 0, 1])
-    scale = np.abs(figures - none_wasted) / np.maximum(np.abs(found.mean(axis=0) - none_wasted), 1e-9)
-    scaled: Array = np.maximum(variances - by_chance, variances / 4) * scale**2
-    return scaled
+    no_waste = np.array([0, 0, 1])
+    scale = np.abs(figures - no_waste) / np.maximum(np.abs(of_resampled.mean(axis=0) - no_waste), 1e-9)
+    return np.asarray(np.maximum(variances - by_chance, variances / 4) * scale**2)
 
 
-def rank_variances(scored: Scored, surveyed: int, width: int) -> Array:
-    """The variance of the figures for a world whose ranks are like some of the surveyed: by a bootstrap of these."""
+def rank_variances(scored: Scored, known_ranks: int, world_size: int) -> Array:
+    """The variance of the figures for a world whose ranks are like some of the known ones: by a bootstrap of these."""
     rng = np.random.default_rng(0)
-    turns = scored.costs.shape[1] // surveyed
-    found = []
+    turns = scored.costs.shape[1] // known_ranks
+    figures = []
     for _ in range(40):
-        drawn = rng.integers(surveyed, size=surveyed)
-        worlds = drawn[rng.integers(surveyed, size=(2, width))] + surveyed * rng.integers(turns, size=(2, width))
-        found.append(scored.figures(worlds, every=max(1, len(scored.costs) // 250)))
-    variances: Array = np.var(found, axis=0, ddof=1)
-    return variances
+        drawn = rng.integers(known_ranks, size=known_ranks)
+        ranks = drawn[rng.integers(known_ranks, size=(2, world_size))]
+        worlds = ranks + known_ranks * rng.integers(turns, size=(2, world_size))
+        figures.append(scored.figures(worlds, every=max(1, len(scored.costs) // 250)))
+    return np.asarray(np.var(figures, axis=0, ddof=1))
 
 
 def interval(value: float, differences: Array, error: float) -> Interval:
@@ -184,7 +194,7 @@ def interval(value: float, differences: Array, error: float) -> Interval:
     Few lengths hardly have the longest, so the bootstrap's figures are skewed, and mostly to the wrong side: its
     percentile and its basic interval both lie within the bounds.
     """
-    normal = [NormalDist().inv_cdf((place + 0.5) / 25) for place in range(25)]
+    normal = [NormalDist().inv_cdf((i + 0.5) / 25) for i in range(25)]
     drawn = np.add.outer(differences, error * np.array(normal))
     low, high = np.quantile(drawn, [(1 - _CONFIDENCE) / 2, (1 + _CONFIDENCE) / 2])
     low, high = value + min(low, -high), value + max(high, -low)
@@ -213,15 +223,3 @@ def _ratio_variance(part: Array, whole: Array, blocks: int) -> float:
         return float(in_time)
     among = (cells.sum(axis=0) ** 2).sum() * worlds / (worlds - 1)
     return float(max(in_time + among - (cells**2).sum(), in_time, among))
-
-
-def _sums(values: Array, weights: Array) -> Array:
-    """`[rows]` from `values` `[rows, places]` and `weights` `[places]`."""
-    sums: Array = np.dot(values, weights)
-    return sums
-
-
-def _counts(places: Indices, size: int) -> Array:
-    """How often each of `size` places occurs."""
-    counts: Array = np.bincount(places.ravel(), minlength=size).astype(np.float64)
-    return counts
