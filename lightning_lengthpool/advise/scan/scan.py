@@ -181,8 +181,8 @@ def _read(scanner: Scanner, source: Source) -> Iterator[Part]:
                 yield part
     except NothingCameError as error:
         raise ValueError(
-            f"{source.encoder_name} made no sample of the train split of {source.path} {error}. Does it skip all samples "
-            "(SkipSample)?"
+            f"{source.encoder_name} made no sample of the train split of {source.path} {error}. Does it skip all "
+            "samples (SkipSample)?"
         ) from error
     except RuntimeError as error:
         if "exited unexpectedly" not in str(error) and "killed" not in str(error):
