@@ -181,10 +181,8 @@ class Chooser:
             tried[case] = predict(case)
 
     def _score(self, prediction: Prediction, smallest: int) -> tuple[float, int]:
-        # rounded: of settings that are as good the smallest pool
-        return round(
-            waste(prediction) + self._penalty(prediction.case, smallest), 3
-        ), prediction.case.settings.pool_size
+        score = waste(prediction) + self._penalty(prediction.case, smallest)
+        return round(score, 3), prediction.case.settings.pool_size  # of settings that are as good the smallest pool
 
     def _penalty(self, case: Case, smallest: int) -> float:
         today = self.today.case
