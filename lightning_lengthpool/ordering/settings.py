@@ -231,7 +231,8 @@ class PoolSettings:
 
     def __str__(self) -> str:
         set_to = {name: value for name, value in vars(self).items() if value is not None and name != "reference"}
-        return f"PoolSettings({', '.join(f'{name}={value!r}' for name, value in set_to.items())})"
+        shown = (f"{name}={getattr(value, '__qualname__', repr(value))}" for name, value in set_to.items())
+        return f"PoolSettings({', '.join(shown)})"
 
     # ---- which setting goes with which
 

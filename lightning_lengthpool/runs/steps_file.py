@@ -8,7 +8,7 @@ middle of writing: what follows the last newline is never read, nor is a last mi
 import os
 import uuid
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import IO
@@ -16,11 +16,18 @@ from typing import IO
 import numpy as np
 
 from lightning_lengthpool.runs.records import COLUMNS, Array
+from lightning_lengthpool.runs.steps_lines import (
+    HEADER,
+    count_ranks,
+    filled,
+    lacks_ranks,
+    text,
+    whole_lines,
+    whole_rows,
+)
 
 BLOCK = 100
 """Steps that a thinned file keeps or drops together, so that steps in a row stay in a row."""
-
-_HEADER = ",".join(COLUMNS) + "\n"
 
 
 class TakenError(OSError):
@@ -74,11 +81,11 @@ class StepsFile:
                 The file is left as it was.
         """
         blocks: set[int] = set()
-        if step > 0 and ranks is not None and self.path.exists() and _ranks(self.path) not in (0, ranks):
+        if step > 0 and ranks is not None and self.path.exists() and count_ranks(self.path) not in (0, ranks):
             self.path.replace(self.path.with_name(f"{self.path.stem}.before-{step}.csv"))
 
         def kept() -> Iterator[str]:
-            for number, line in _whole_rows(self.path):
+            for number, line in whole_rows(self.path):
                 if number < step:
                     blocks.add(number // BLOCK)
                     yield line
@@ -113,8 +120,10 @@ class StepsFile:
                 break
             self._every *= 2
             kept = table[table[:, 0] // BLOCK % self._every == 0]
-            self._replace(line for line in _lines(self.path) if int(line.partition(",")[0]) // BLOCK % self._every == 0)
-        lines = _text(kept).splitlines(keepends=True)
+            self._replace(
+                line for line in whole_lines(self.path) if int(line.partition(",")[0]) // BLOCK % self._every == 0
+            )
+        lines = text(kept).splitlines(keepends=True)
         if not self._rows:
             # never a part of the first micro-batch: nothing in it would tell how many ranks are missing
             self._replace(lines)
@@ -128,7 +137,7 @@ class StepsFile:
         Raises:
             OSError: If the rows cannot be read any more; nothing is written.
         """
-        rows = _lines(Path(f"/proc/self/fd/{self._descriptor}"))  # it has no name any more
+        rows = whole_lines(Path(f"/proc/self/fd/{self._descriptor}"))  # it has no name any more
         self.path = path
         self._replace(rows)
 
@@ -158,7 +167,7 @@ class StepsFile:
         rows = 0
         try:
             with new.open("w", encoding="latin-1", newline="\n") as file:
-                file.write(_HEADER)
+                file.write(HEADER)
                 for line in lines:
                     file.write(line)
                     rows += 1
@@ -197,7 +206,7 @@ def read_steps(path: str | Path) -> dict[str, Array]:
             go back, as in a file into which two runs wrote; the message names the file and the line.
     """
     path = Path(path)
-    lines = (_filled(line) for line in _lines(path))
+    lines = (filled(line) for line in whole_lines(path))
     first = next(lines, None)
     if first is None:
         return {name: np.empty(0) for name in COLUMNS}
@@ -208,12 +217,12 @@ def read_steps(path: str | Path) -> dict[str, Array]:
         if (np.diff(table[:, 0]) < 0).any():
             raise ValueError("steps go back")
     except ValueError as error:
-        for _ in _whole_rows(path):  # slow, but finds the line
+        for _ in whole_rows(path):  # slow, but finds the line
             pass
         raise ValueError(f"{path} is corrupt: {error}") from error
     rank = table[:, 1]
     starts = [0, *(np.flatnonzero(np.diff(rank) <= 0) + 1).tolist()]
-    if len(starts) > 1 and _lacks_ranks(rank[starts[-1] :].tolist(), rank[starts[-2] : starts[-1]].tolist()):
+    if len(starts) > 1 and lacks_ranks(rank[starts[-1] :].tolist(), rank[starts[-2] : starts[-1]].tolist()):
         table = table[: starts[-1]]
     return dict(zip(COLUMNS, table.T, strict=True))
 
@@ -243,93 +252,5 @@ def _kept_every(blocks: Collection[int]) -> int:
     return every
 
 
-def _filled(line: str) -> str:
-    """Write out the empty cells, which NumPy's reader does not know."""
-    return line.replace(",,", ",nan,").replace(",,", ",nan,").replace(",\n", ",nan\n")
-
-
-def _text(table: Array) -> str:
-    """The lines of some rows: seconds with 6 decimals, all else with up to 15 digits, and nothing for NaN."""
-    cells: list[float | None] = [None] * table.size
-    formats = []
-    for index, (name, column) in enumerate(zip(COLUMNS, table.T, strict=True)):
-        kind = "%.6f" if name.endswith("seconds") else "%.15g"
-        # the same text in a third of the time: most columns are counts
-        if kind == "%.15g" and ((np.rint(column) == column) & (column < 1e15) & ~np.signbit(column)).all():
-            kind, column = "%d", column.astype(np.int64)
-        formats.append(kind)
-        cells[index :: len(COLUMNS)] = column.tolist()
-    line = ",".join(formats) + "\n"
-    return (line * len(table) % tuple(cells)).replace("nan", "")
-
-
-def _lines(path: Path) -> Iterator[str]:
-    """Yield the lines after the header; without the last one if it has no newline, for it may be a part.
-
-    (The NUL bytes that some file systems leave after a crash are such a part.)
-    """
-    with path.open(encoding="latin-1", newline="\n") as file:  # of which any byte is a character
-        header = file.readline()
-        if header != _HEADER and not _HEADER.startswith(header.rstrip("\0")):
-            raise ValueError(
-                f"{path} is not a step record file: expected the header {','.join(COLUMNS)}. Give the path of "
-                "another file, or move this one away."
-            )
-        for line in file:
-            if line.endswith("\n"):
-                yield line
-
-
-def _whole_rows(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the step and the line of each row, but for a last micro-batch that lacks ranks; check each line."""
-    batch: list[tuple[int, str]] = []
-    ranks: list[int] = []
-    previous: list[int] = []
-    for number, line in enumerate(_lines(path), start=2):
-        try:
-            step, rank = _step_and_rank(line)
-        except ValueError:
-            raise ValueError(
-                f"{path}, line {number} is no step record: {line[:200]!r}. Take the line out, or move the file away."
-            ) from None
-        if batch and step < batch[-1][0]:
-            raise ValueError(
-                f"{path}, line {number}: step {step} comes after step {batch[-1][0]}, so the file holds rows of more "
-                "than one run. Each run needs a file of its own; move this one away."
-            )
-        if ranks and rank <= ranks[-1]:
-            yield from batch
-            batch, ranks, previous = [], [], ranks
-        batch.append((step, line))
-        ranks.append(rank)
-    if not _lacks_ranks(ranks, previous):
-        yield from batch
-
-
-def _ranks(path: Path) -> int:
-    """The number of ranks of a file's first micro-batch."""
-    found: list[int] = []
-    for _, line in _whole_rows(path):
-        rank = _step_and_rank(line)[1]
-        if found and rank <= found[-1]:
-            break
-        found.append(rank)
-    return len(found)
-
-
-def _step_and_rank(line: str) -> tuple[int, int]:
-    step, rank, *others = line.split(",")
-    if len(others) != len(COLUMNS) - 2:
-        raise ValueError
-    for cell in others:
-        float(cell.strip() or "nan")
-    return int(step), int(rank)
-
-
 def _inode(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
-
-
-def _lacks_ranks(ranks: Sequence[float], previous: Sequence[float]) -> bool:
-    """Whether a micro-batch is the beginning of what the one before it was."""
-    return len(ranks) < len(previous) and ranks == previous[: len(ranks)]
