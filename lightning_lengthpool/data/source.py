@@ -11,12 +11,12 @@ from megatron.energon import SavableDataset, TaskEncoder, WorkerConfig, get_trai
 from megatron.energon.epathlib import EPath
 
 from lightning_lengthpool.data.pools.dataset import LengthPoolDataset
-from lightning_lengthpool.data.pools.pool import SNAPSHOT_SAMPLES
 from lightning_lengthpool.data.reading.paths import data_path
 from lightning_lengthpool.data.reading.shards import watch_sources
 from lightning_lengthpool.data.reading.splits import require_samples, split_size
 from lightning_lengthpool.data.task_encoder import check_encoder, length_pool, require_length_pool
 from lightning_lengthpool.ordering.settings import PoolSettings, check_integer
+from lightning_lengthpool.ordering.sorted_pool import SNAPSHOT_SAMPLES
 
 DataPath: TypeAlias = str | Path | EPath
 

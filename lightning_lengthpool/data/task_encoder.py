@@ -20,10 +20,10 @@ from megatron.energon.task_encoder.base import get_stateless
 from megatron.energon.wrappers import LogSampleDataset
 
 from lightning_lengthpool.data.pools.dataset import LengthPoolDataset
-from lightning_lengthpool.data.pools.pool import SNAPSHOT_SAMPLES
 from lightning_lengthpool.data.reading.restorable import make_restorable
 from lightning_lengthpool.data.reading.shards import parts_of
 from lightning_lengthpool.ordering.settings import PoolSettings
+from lightning_lengthpool.ordering.sorted_pool import SNAPSHOT_SAMPLES
 
 _STATELESS_METHODS = (
     "cook_crude_sample",

@@ -35,7 +35,7 @@ HISTORY = 4
 """How many times its size a pool remembers costs."""
 
 SNAPSHOT_SAMPLES = 1000
-"""Samples between two snapshots of an iterator state, if a pool is smaller: else each sample would take one."""
+"""Samples between two snapshots of a pool, if it is smaller: without a pool each sample would take one."""
 
 
 class Block(NamedTuple):

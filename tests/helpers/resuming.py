@@ -14,7 +14,7 @@ from helpers.datasets import LengthSample
 from helpers.lengths import lognormal
 from helpers.save_load import check_save_and_load
 from lightning_lengthpool import LengthPoolDataModule
-from lightning_lengthpool.data.pools.pool import SNAPSHOT_SAMPLES
+from lightning_lengthpool.ordering.sorted_pool import SNAPSHOT_SAMPLES
 
 LENGTHS = lognormal(150, seed=2, mu=4)
 BATCHES = 60

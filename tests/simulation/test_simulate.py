@@ -73,7 +73,7 @@ def test_without_a_pool_samples_come_as_they_are_drawn(policy, pool_size):
     assert not np.array_equal(*result.tokens.T)
 
 
-def test_all_ranks_are_at_the_same_place_of_their_pools():
+def test_all_ranks_are_at_the_same_quantile_of_their_pools():
     # ranks whose lengths are multiples of one another, each drawn once: a pool the size of the data, in order
     lengths = np.arange(1.0, 201.0)
     tokens = simulate([lengths, 10 * lengths, lengths], pool("pool", 200, 1), 400, rng_seed=8).tokens
@@ -138,6 +138,16 @@ def test_stream_with_classes():
     assert result.missed[:, 2].tolist() == [block.missed for block in blocks]
     assert (result.classes == result.classes[:, :1]).all(axis=1).mean() > 0.9
     assert result.classes.mean() == pytest.approx(0.3, abs=0.05)
+
+
+def test_numbers_of_classes_may_have_gaps():
+    lengths = [np.random.default_rng(rank).lognormal(6, 1, 400) for rank in range(2)]
+    classes = [np.arange(400) % 3 // 2 for _ in lengths]
+    settings = PoolSettings(batch_size=2, pool_size=50, policy="stream")
+    without, with_gap = (simulate(lengths, settings, 60, classes=[n * own for own in classes]) for n in (1, 7))
+    assert set(with_gap.classes.ravel()) == {0, 7}
+    np.testing.assert_array_equal(with_gap.classes, 7 * without.classes)
+    np.testing.assert_array_equal(with_gap.tokens, without.tokens)
 
 
 def test_a_stream_is_the_same_however_long_it_is_read():
@@ -206,6 +216,7 @@ def test_every_sample_is_as_likely_to_leave_a_stream():
             "classes is set with policy 'stream' and pool_size 0",
         ),
         ({"policy": "stream", "classes": [[0, 0]]}, "classes of rank 0"),
+        ({"policy": "stream", "class_shares": {0: 1.0}}, "class_shares, so classes must tell"),
         ({"policy": "stream", "classes": [[0, 0, -1]]}, "classes of rank 0"),
         ({"workers": 0}, "workers is 0"),
         ({"workers": 2}, "lengths has 1 streams, expected some for each of 2 workers"),
@@ -216,10 +227,9 @@ def test_every_sample_is_as_likely_to_leave_a_stream():
     ],
 )
 def test_wrong_arguments_are_named(change, message):
-    settings = PoolSettings(
-        **({"pool_size": 2} | {name: change[name] for name in ("policy", "pool_size") if name in change})
-    )
-    arguments = {name: value for name, value in change.items() if name not in ("policy", "pool_size")}
+    of_pool = {name: change[name] for name in ("policy", "pool_size", "class_shares") if name in change}
+    settings = PoolSettings(**({"pool_size": 2} | of_pool))
+    arguments = {name: value for name, value in change.items() if name not in of_pool}
     with pytest.raises(ValueError, match=message):
         simulate(**({"lengths": [np.ones(3)], "steps": 1} | arguments), settings=settings)
 

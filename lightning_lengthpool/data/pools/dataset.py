@@ -24,11 +24,12 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from lightning_lengthpool.data.pools.arrivals import Arrivals, ArrivalsState, starve
 from lightning_lengthpool.data.pools.flush_pool import FlushPool, FlushState
 from lightning_lengthpool.data.pools.plain_state import plain_state
-from lightning_lengthpool.data.pools.pool import SNAPSHOT_SAMPLES, Entry, Pool, Slot
+from lightning_lengthpool.data.pools.pool import Entry, Pool, Slot
 from lightning_lengthpool.data.pools.stream_pool import StreamPool, StreamState
 from lightning_lengthpool.data.reading.shards import parts_of, watch_sources
 from lightning_lengthpool.ordering.length import get_field
 from lightning_lengthpool.ordering.settings import PoolSettings
+from lightning_lengthpool.ordering.sorted_pool import SNAPSHOT_SAMPLES
 
 
 @plain_state()

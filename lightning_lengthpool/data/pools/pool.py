@@ -10,9 +10,7 @@ from lightning_lengthpool.data.pools.arrivals import Arrivals, Replay
 from lightning_lengthpool.data.pools.measure import Measurer
 from lightning_lengthpool.data.pools.plain_state import from_plain, to_plain
 from lightning_lengthpool.ordering.settings import PoolSettings
-
-SNAPSHOT_SAMPLES = 1000
-"""Samples between two snapshots of a pool, if it is smaller: without a pool each sample would take one."""
+from lightning_lengthpool.ordering.sorted_pool import SNAPSHOT_SAMPLES
 
 
 class Entry(NamedTuple):
