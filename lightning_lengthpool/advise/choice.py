@@ -185,7 +185,7 @@ def _less(choice: Choice, other: Prediction) -> str:
     if other.case.has_reference and not case.has_reference:
         less.append("needs no file of reference lengths")
     each = f"each change has to save {number(round(100 * choice.chooser.worth, 1))} points"
-    return f"{' and '.join(less)}: {each}" if less else each
+    return f"{', '.join(less)}: {each}" if less else each
 
 
 def _consequences(choice: Choice) -> list[str]:

@@ -142,7 +142,7 @@ def _predictions(advice: Advice, is_plain: bool, is_narrow: bool) -> Iterator[Re
         rows = [row for row in advice.predictions if row.case.world_size == world]
         yield Padding(_sweep(advice, world, rows, is_plain, is_narrow), (1, 0, 0, 2))
         if world == advice.plan.world_size and advice.recommendation.not_best:
-            yield Padding(_bullet(f"the marked row: {advice.recommendation.not_best}"), (1, 0, 0, 0))
+            yield Padding(_bullet(f"why the marked row: {advice.recommendation.not_best}"), (1, 0, 0, 0))
 
 
 def _sweep(advice: Advice, world: int, rows: list[Prediction], is_plain: bool, is_narrow: bool) -> Table:

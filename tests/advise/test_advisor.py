@@ -13,10 +13,10 @@ import yaml
 from helpers.advising import OFF, POOL, case_of, changed_case, changed_plan, scanned
 from helpers.advising import advise_quickly as advise
 from helpers.lengths import heavy_tailed as heavy
-from lightning_lengthpool.advise.advice import Plan
+from lightning_lengthpool.advise.advice import Causes, Plan
 from lightning_lengthpool.advise.checks.check import CheckContext
 from lightning_lengthpool.advise.checks.checks import CHECKS
-from lightning_lengthpool.advise.choice import yaml_lines
+from lightning_lengthpool.advise.choice import Choice, recommend, yaml_lines
 from lightning_lengthpool.advise.facts import (
     bound,
     cost_of,
@@ -34,7 +34,7 @@ from lightning_lengthpool.runs.records import COLUMNS
 from lightning_lengthpool.runs.run import load_run
 from lightning_lengthpool.runs.steps_file import StepsFile
 from lightning_lengthpool.runs.words import setting
-from lightning_lengthpool.simulation.choose import batch_samples, waste
+from lightning_lengthpool.simulation.choose import Chooser, batch_samples, waste
 from lightning_lengthpool.simulation.predict import Interval, Prediction
 
 SIZES = (100, 1000, 3000)
@@ -488,6 +488,21 @@ def recommended(scan, plan, *, sizes=SIZES, **options):
         assert pasted["data"]["init_args"] and set(pasted["data"]["init_args"]) <= settings
         return advice, pasted["data"]["init_args"]
     return advice, {}
+
+
+@pytest.mark.parametrize(("lengths", "verdict"), [(0.01, "keep"), (0.05, "change")])
+def test_a_run_of_todays_settings_that_lost_little_to_lengths_keeps_them(lengths, verdict):
+    larger = changed_case(POOL.case, pool_size=3000)
+    today, better = predicted(0.06), predicted(0.02, case=larger)
+    baseline = predicted(0.5, case=POOL.without_pool(np.ones(1)))
+    costs = {row.case: cost_of(row.case, POOL, scanned(), 1) for row in (today, better, baseline)}
+    run = Causes("run", 100, "seconds", 0.1, lengths, 0.0, 0.0, 0.1)
+    choice = Choice(POOL, Chooser(today, baseline), [today, better], costs, None, run)
+    found = recommend(choice)
+    assert (choice.verdict, found.verdict, found.case == larger) == (verdict, verdict, verdict == "change")
+    text = "; ".join(bound(today, choice.best, choice.verdict, 0.0, run, "seconds").sentences)
+    assert ("would not have made it faster" in text) == (verdict == "keep")
+    assert ("of today's settings lost only 1.0 % to lengths" in found.not_best) == (verdict == "keep")
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
