@@ -194,12 +194,12 @@ def _check_policy(config: Any, policy: str) -> None:
     """
     settings = config.get("data", {}).get("init_args") or {}
     of_stream = ("max_tokens", "reference_lengths", "class_fn", "class_shares")
-    found = [name for name in of_stream if settings.get(name) is not None and policy != "stream"]
+    wrong = [name for name in of_stream if settings.get(name) is not None and policy != "stream"]
     if settings.get("pool_warmup") is not None and policy not in ("pool", "blocks"):
-        found.append("pool_warmup")
-    if found:
+        wrong.append("pool_warmup")
+    if wrong:
         raise ValueError(
-            f"policy {policy!r} does not go with {', '.join(found)} in the config. Leave the policy out with "
+            f"policy {policy!r} does not go with {', '.join(wrong)} in the config. Leave the policy out with "
             "--policies, or compare with a config without these settings."
         )
 

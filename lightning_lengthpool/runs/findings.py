@@ -243,7 +243,7 @@ def _batch_size(summary: Summary, settings: Mapping[str, Any]) -> int | None:
     if batch_size or settings.get("max_tokens") is not None:
         return batch_size
     average = max(1, round(np.nan_to_num(summary.samples, nan=1.0)))
-    return min(average, settings["pool_size"]) if _has_pool(settings) else average
+    return min(average, int(settings["pool_size"])) if _has_pool(settings) else average
 
 
 def _difference_sentence(difference: Difference, max_tokens: float | None) -> str:

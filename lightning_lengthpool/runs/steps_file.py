@@ -30,9 +30,9 @@ class TakenError(OSError):
 class StepsFile:
     """Write step records. Call `start` before the first `append`.
 
-    It writes only to files that it made itself. So rows of two runs never meet in one, whenever a second run continues
-    the file: that one begins with a copy of the rows that it keeps, which takes the path, and `append` of the first
-    raises `TakenError`, after which `move` brings its own rows elsewhere.
+    It writes only to files that it made itself, so rows of two runs never meet in one. A second run that continues the
+    file begins with a copy of the rows that it keeps, which takes the path; then `append` of the first raises
+    `TakenError`, and `move` brings its own rows elsewhere.
 
     A file that would grow beyond `max_rows` is thinned: it keeps every second block of `BLOCK` steps, later every
     fourth, and so on (step `s` stays if `s // BLOCK` is a multiple of 2, 4, ...), and from then on the rows of
@@ -65,7 +65,7 @@ class StepsFile:
         Args:
             step: The first step that will be appended. At 0 the file is begun anew. Else the rows of earlier
                 steps are kept, but for a last line that was cut off and a last micro-batch that lacks ranks;
-                how far the file is thinned is found again from the blocks it has (see `thinned`).
+                how far the file is thinned follows from the blocks that it has (see `thinned`).
             ranks: Number of ranks of the records to come. A file with another number of them is moved aside, as
                 `steps.before-STEP.csv`, for one file cannot hold both. Default: not looked at.
 
@@ -74,7 +74,7 @@ class StepsFile:
                 The file is left as it was.
         """
         blocks: set[int] = set()
-        if step > 0 and ranks is not None and self.path.exists() and _ranks(self.path) not in (0, ranks):
+        if step > 0 and ranks is not None and self.path.exists() and _count_ranks(self.path) not in (0, ranks):
             self.path.replace(self.path.with_name(f"{self.path.stem}.before-{step}.csv"))
 
         def kept() -> Iterator[str]:
@@ -116,8 +116,7 @@ class StepsFile:
             self._replace(line for line in _lines(self.path) if int(line.partition(",")[0]) // BLOCK % self._every == 0)
         lines = _text(kept).splitlines(keepends=True)
         if not self._rows:
-            # never a part of the first micro-batch: nothing in it would tell how many ranks are missing
-            self._replace(lines)
+            self._replace(lines)  # never a part of the first micro-batch: it would not tell how many ranks are missing
         elif lines:
             self._write("".join(lines).encode())
             self._rows += len(lines)
@@ -186,9 +185,6 @@ def read_steps(path: str | Path) -> dict[str, Array]:
     Of a file cut off within its very first micro-batch, the ranks that are left look like all ranks; `StepsFile`
     leaves no such file.
 
-    Args:
-        path: The file.
-
     Returns:
         One float64 array for each of `COLUMNS`, one entry a row of the whole micro-batches; NaN for an empty cell.
 
@@ -219,16 +215,10 @@ def read_steps(path: str | Path) -> dict[str, Array]:
 
 
 def thinned(steps: Mapping[str, Array]) -> int:
-    """Tell how far the file that records come from was thinned.
+    """Tell how far the file of some records was thinned: N, if one block of `BLOCK` steps in N was kept.
 
-    It is the least thinning that explains the blocks missing between others, and none if a block is there that
-    it would have dropped (then rows were lost in another way).
-
-    Args:
-        steps: Records, as `read_steps` returns them.
-
-    Returns:
-        N, if one block of `BLOCK` steps in N was kept; 1 if all were, or if there is only one.
+    It is the least thinning that explains the blocks missing between others, and none (1) if a block is there that
+    it would have dropped: then rows were lost in another way.
     """
     return _kept_every(set((np.unique(steps["step"]) // BLOCK).astype(int).tolist()))
 
@@ -253,21 +243,18 @@ def _text(table: Array) -> str:
     cells: list[float | None] = [None] * table.size
     formats = []
     for index, (name, column) in enumerate(zip(COLUMNS, table.T, strict=True)):
-        kind = "%.6f" if name.endswith("seconds") else "%.15g"
+        form = "%.6f" if name.endswith("seconds") else "%.15g"
         # the same text in a third of the time: most columns are counts
-        if kind == "%.15g" and ((np.rint(column) == column) & (column < 1e15) & ~np.signbit(column)).all():
-            kind, column = "%d", column.astype(np.int64)
-        formats.append(kind)
+        if form == "%.15g" and ((np.rint(column) == column) & (column < 1e15) & ~np.signbit(column)).all():
+            form, column = "%d", column.astype(np.int64)
+        formats.append(form)
         cells[index :: len(COLUMNS)] = column.tolist()
     line = ",".join(formats) + "\n"
     return (line * len(table) % tuple(cells)).replace("nan", "")
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Yield the lines after the header; without the last one if it has no newline, for it may be a part.
-
-    (The NUL bytes that some file systems leave after a crash are such a part.)
-    """
+    """Yield the lines after the header, but for a part of one at the end, or NUL bytes that a crash left there."""
     with path.open(encoding="latin-1", newline="\n") as file:  # of which any byte is a character
         header = file.readline()
         if header != _HEADER and not _HEADER.startswith(header.rstrip("\0")):
@@ -306,15 +293,15 @@ def _whole_rows(path: Path) -> Iterator[tuple[int, str]]:
         yield from batch
 
 
-def _ranks(path: Path) -> int:
+def _count_ranks(path: Path) -> int:
     """The number of ranks of a file's first micro-batch."""
-    found: list[int] = []
+    ranks: list[int] = []
     for _, line in _whole_rows(path):
         rank = _step_and_rank(line)[1]
-        if found and rank <= found[-1]:
+        if ranks and rank <= ranks[-1]:
             break
-        found.append(rank)
-    return len(found)
+        ranks.append(rank)
+    return len(ranks)
 
 
 def _step_and_rank(line: str) -> tuple[int, int]:
