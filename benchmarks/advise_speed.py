@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_lengthpool.advise.command import advise_lengths
+from lightning_lengthpool.ordering.lengths_file import read_lengths, write_lengths
 from lightning_lengthpool.ordering.settings import PoolSettings
 from lightning_lengthpool.simulation.predict import Case, Lengths, predict
 
@@ -72,10 +73,7 @@ def advise_on_file(count: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "in.csv"
         lengths = np.random.default_rng(0).lognormal(6, 1, count).round()
-        with path.open("w") as file:
-            file.write("tokens\n")
-            for start in range(0, count, 100_000):
-                file.writelines(f"{length:.0f}\n" for length in lengths[start : start + 100_000])
+        write_lengths(path, lengths)
         del lengths
         started = time.perf_counter()
         advise_lengths(str(path), world_size="64", batch_size=4, out=f"{folder}/out")
@@ -98,5 +96,5 @@ if __name__ == "__main__":
         peak = sum(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
         print(f"memory at most {peak / 1e6:.2f} GB for this process and the largest of the others")
     else:
-        known = np.genfromtxt(options.coverage, delimiter=",", names=True)["tokens"]
+        known = read_lengths(options.coverage, "--coverage").tokens
         Console(width=140).print(coverage(known, options.samples, options.trials, options.batch_size))

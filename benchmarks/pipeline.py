@@ -21,6 +21,7 @@ from rich.table import Table
 
 from lightning_lengthpool import LengthPoolDataModule
 from lightning_lengthpool.ordering import efficiency
+from lightning_lengthpool.ordering.lengths_file import write_lengths
 from lightning_lengthpool.ordering.reference_costs import ReferenceCosts
 from lightning_lengthpool.ordering.settings import PoolSettings
 from lightning_lengthpool.simulation.simulate import simulate
@@ -92,7 +93,7 @@ def compare(traces: Mapping[str, tuple[list[np.ndarray], np.ndarray]], console: 
     for trace, (own, reference) in traces.items():
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "lengths.csv"
-            file.write_text("tokens\n" + "".join(f"{length:g}\n" for length in reference))
+            write_lengths(file, reference)
             lengths, ranks = np.concatenate(own), range(len(own))
             path = write_dataset(Path(folder) / "data", lengths)
             count = SAMPLES + POOL_SIZE + 200  # more than any policy reads: batches with a budget differ in size

@@ -35,6 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_lengthpool.ordering import efficiency
+from lightning_lengthpool.ordering.lengths_file import read_lengths
 from lightning_lengthpool.ordering.order import order_blocks, order_pool
 from lightning_lengthpool.ordering.reference_costs import ReferenceCosts
 from lightning_lengthpool.ordering.settings import PoolSettings
@@ -350,14 +351,10 @@ def draw(rows: Sequence[Row], ranks: int, path: Path) -> None:
 
 
 def read_trace(path: Path) -> np.ndarray:
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        if "tokens" not in (reader.fieldnames or []):
-            sys.exit(f"{path} has no column 'tokens', only {reader.fieldnames}")
-        lengths = np.array([float(row["tokens"]) for row in reader])
-    if not len(lengths):
-        sys.exit(f"{path} has no rows")
-    return lengths
+    try:
+        return read_lengths(path, "--trace").tokens
+    except (OSError, ValueError) as error:
+        sys.exit(str(error))
 
 
 def main() -> None:

@@ -189,4 +189,6 @@ def compare_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 def print_table(table: RenderableType) -> None:
     """Print a table; without colours and 110 columns wide where the output is not a terminal."""
     console = Console()
-    (console if console.is_terminal else Console(width=110, color_system=None)).print(table)
+    if not console.is_terminal:  # without colours by itself
+        console.width = 110
+    console.print(table)

@@ -302,8 +302,7 @@ def _ratio(part: float, total: float) -> float:
 
 
 def _fractions(sums: Array) -> dict[str, float]:
-    total = float(sums[0])
-    idle, lengths, slow_rank, data = (float(part) / total if total > 0 else math.nan for part in sums[1:])
+    idle, lengths, slow_rank, data = (_ratio(part, sums[0]) for part in sums[1:])
     rest = idle - lengths - slow_rank - data
     rest = max(rest, 0.0) if not math.isnan(rest) else math.nan
     return {"idle": idle, "lengths": lengths, "slow_rank": slow_rank, "data": data, "rest": rest}

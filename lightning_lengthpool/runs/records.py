@@ -80,7 +80,7 @@ class RunTotals:
     def __init__(self) -> None:
         self.steps = self.compute_steps = 0
         self._ranks: Array | None = None
-        self._own: dict[str, Array] = {}  # per rank, over all steps (the two of compute: over those that have them)
+        self._sums: dict[str, Array] = {}  # per rank, over all steps (the two of compute: over those that have them)
         self._slowest = {"compute_seconds": 0.0, "padded_tokens": 0.0, "data_seconds": 0.0}
         self._first_batch = np.nan
         self._timed = {"tokens": 0.0, "seconds": 0.0}  # without the first step, which contains the start-up
@@ -93,14 +93,14 @@ class RunTotals:
         if self._ranks is None:
             self._ranks = table["rank"]
             self._first_batch = float(steps["data_seconds"][: len(self._ranks)].max())
-            self._own = {name: np.zeros(len(self._ranks)) for name in table if name not in ("step", "rank")}
+            self._sums = {name: np.zeros(len(self._ranks)) for name in table if name not in ("step", "rank")}
         complete = np.isfinite(table["compute_seconds"]).all(axis=1)
         first = 1 if self.steps == 0 else 0
         self.steps += len(table["step"])
         self.compute_steps += int(np.count_nonzero(complete))
-        for name, own in self._own.items():
+        for name, sums in self._sums.items():
             rows = table[name][complete] if name in ("compute_seconds", "wait_seconds") else table[name]
-            own += rows.sum(axis=0)
+            sums += rows.sum(axis=0)
             if name in self._slowest:
                 self._slowest[name] += float(rows.max(axis=1).sum())
         self._timed["tokens"] += float(table["tokens"][first:].sum())
@@ -120,11 +120,11 @@ class RunTotals:
         """
         if self._ranks is None:
             return dict.fromkeys(SUMMARY, np.nan) | {"steps": 0, "compute_steps": 0, "misses": 0, "ranks": []}
-        own, count = self._own, len(self._ranks)
-        idle_tokens = efficiency.rank_idle_fractions(own["padded_tokens"], self._slowest["padded_tokens"])
+        sums, count = self._sums, len(self._ranks)
+        idle_tokens = efficiency.rank_idle_fractions(sums["padded_tokens"], self._slowest["padded_tokens"])
         idle_compute = np.full(count, np.nan)
         if self.compute_steps:
-            idle_compute = efficiency.rank_idle_fractions(own["compute_seconds"], self._slowest["compute_seconds"])
+            idle_compute = efficiency.rank_idle_fractions(sums["compute_seconds"], self._slowest["compute_seconds"])
         slowest = np.full((1, count), self._slowest["padded_tokens"])
         timed_steps, seconds = self.steps - 1, self._timed["seconds"]
         return {
@@ -132,21 +132,21 @@ class RunTotals:
             "compute_steps": self.compute_steps,
             "idle_fraction_compute": float(idle_compute.mean()),
             "idle_fraction_tokens": float(idle_tokens.mean()),
-            "padding_fraction": efficiency.padding_fraction(own["tokens"], own["padded_tokens"]),
-            "useful_fraction": efficiency.useful_fraction(own["tokens"][None], slowest),
+            "padding_fraction": efficiency.padding_fraction(sums["tokens"], sums["padded_tokens"]),
+            "useful_fraction": efficiency.useful_fraction(sums["tokens"][None], slowest),
             "tokens_per_second": self._timed["tokens"] / seconds if seconds > 0 else np.nan,
             "seconds_per_step": seconds / timed_steps if timed_steps else np.nan,
             "seconds_to_first_batch": self._first_batch,
             "data_wait_seconds": self._slowest["data_seconds"],
-            "misses": int(own["misses"].sum()),
+            "misses": int(sums["misses"].sum()),
             "ranks": [
                 {
                     "rank": int(rank),
-                    "samples": int(own["samples"][i]),
-                    "tokens": float(own["tokens"][i]),
-                    "compute_seconds": float(own["compute_seconds"][i]) if self.compute_steps else np.nan,
-                    "wait_seconds": float(own["wait_seconds"][i]) if self.compute_steps else np.nan,
-                    "data_seconds": float(own["data_seconds"][i]),
+                    "samples": int(sums["samples"][i]),
+                    "tokens": float(sums["tokens"][i]),
+                    "compute_seconds": float(sums["compute_seconds"][i]) if self.compute_steps else np.nan,
+                    "wait_seconds": float(sums["wait_seconds"][i]) if self.compute_steps else np.nan,
+                    "data_seconds": float(sums["data_seconds"][i]),
                     "idle_fraction": float((idle_compute if self.compute_steps else idle_tokens)[i]),
                 }
                 for i, rank in enumerate(self._ranks)

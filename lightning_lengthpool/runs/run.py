@@ -71,14 +71,14 @@ def find_steps(path: str | Path) -> Path:
         raise ValueError(f"there is no file or folder {path}")
     if not os.access(path, os.R_OK | os.X_OK):  # rglob would find nothing and say nothing
         raise ValueError(f"the folder {path} cannot be read: permission denied")
-    found = sorted(path.rglob("steps.csv"), key=lambda file: (file.stat().st_mtime, file))
-    if not found:
+    files = sorted(path.rglob("steps.csv"), key=lambda file: (file.stat().st_mtime, file))
+    if not files:
         raise ValueError(f"there is no steps.csv in {path} or any folder below it; SyncMonitor writes one during fit")
-    if len(found) > 1:
-        shown = "".join(f"\n  {file}" for file in found[-_LISTED:])
-        more = f"\n  {len(found) - _LISTED} older ones, and" if len(found) > _LISTED else ""
-        raise ValueError(f"{len(found)} runs lie below {path}, name one of them (the newest comes last):{more}{shown}")
-    return found[0]
+    if len(files) > 1:
+        shown = "".join(f"\n  {file}" for file in files[-_LISTED:])
+        more = f"\n  {len(files) - _LISTED} older ones, and" if len(files) > _LISTED else ""
+        raise ValueError(f"{len(files)} runs lie below {path}, name one of them (the newest comes last):{more}{shown}")
+    return files[0]
 
 
 def load_run(path: str | Path) -> Run:

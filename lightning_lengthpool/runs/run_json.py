@@ -41,10 +41,10 @@ def read_about(folder: Path) -> About:
     if not path.is_file():
         return About()
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError(f"it holds {_shown(found)}, expected an object")
-        known = {key: found[key] for key in _CHECKS if found.get(key) is not None}
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds {_shown(content)}, expected an object")
+        known = {key: content[key] for key in _CHECKS if content.get(key) is not None}
         _check(known, _CHECKS, "")
         _check(known.get("settings", {}), _SETTINGS, "settings.")
     except (ValueError, RecursionError) as error:

@@ -37,9 +37,9 @@ class TakenError(OSError):
 class StepsFile:
     """Write step records. Call `start` before the first `append`.
 
-    It writes only to files that it made itself. So rows of two runs never meet in one, whenever a second run continues
-    the file: that one begins with a copy of the rows that it keeps, which takes the path, and `append` of the first
-    raises `TakenError`, after which `move` brings its own rows elsewhere.
+    It writes only to files that it made itself, so rows of two runs never meet in one. A second run that continues the
+    file begins with a copy of the rows that it keeps, which takes the path; then `append` of the first raises
+    `TakenError`, and `move` brings its own rows elsewhere.
 
     A file that would grow beyond `max_rows` is thinned: it keeps every second block of `BLOCK` steps, later every
     fourth, and so on (step `s` stays if `s // BLOCK` is a multiple of 2, 4, ...), and from then on the rows of
@@ -72,7 +72,7 @@ class StepsFile:
         Args:
             step: The first step that will be appended. At 0 the file is begun anew. Else the rows of earlier
                 steps are kept, but for a last line that was cut off and a last micro-batch that lacks ranks;
-                how far the file is thinned is found again from the blocks it has (see `thinned`).
+                how far the file is thinned follows from the blocks that it has (see `thinned`).
             ranks: Number of ranks of the records to come. A file with another number of them is moved aside, as
                 `steps.before-STEP.csv`, for one file cannot hold both. Default: not looked at.
 
@@ -125,8 +125,7 @@ class StepsFile:
             )
         lines = text(kept).splitlines(keepends=True)
         if not self._rows:
-            # never a part of the first micro-batch: nothing in it would tell how many ranks are missing
-            self._replace(lines)
+            self._replace(lines)  # never a part of the first micro-batch: it would not tell how many ranks are missing
         elif lines:
             self._write("".join(lines).encode())
             self._rows += len(lines)
@@ -195,9 +194,6 @@ def read_steps(path: str | Path) -> dict[str, Array]:
     Of a file cut off within its very first micro-batch, the ranks that are left look like all ranks; `StepsFile`
     leaves no such file.
 
-    Args:
-        path: The file.
-
     Returns:
         One float64 array for each of `COLUMNS`, one entry a row of the whole micro-batches; NaN for an empty cell.
 
@@ -228,16 +224,10 @@ def read_steps(path: str | Path) -> dict[str, Array]:
 
 
 def thinned(steps: Mapping[str, Array]) -> int:
-    """Tell how far the file that records come from was thinned.
+    """Tell how far the file of some records was thinned: N, if one block of `BLOCK` steps in N was kept.
 
-    It is the least thinning that explains the blocks missing between others, and none if a block is there that
-    it would have dropped (then rows were lost in another way).
-
-    Args:
-        steps: Records, as `read_steps` returns them.
-
-    Returns:
-        N, if one block of `BLOCK` steps in N was kept; 1 if all were, or if there is only one.
+    It is the least thinning that explains the blocks missing between others, and none (1) if a block is there that
+    it would have dropped: then rows were lost in another way.
     """
     return _kept_every(set((np.unique(steps["step"]) // BLOCK).astype(int).tolist()))
 

@@ -20,11 +20,11 @@ def text(table: Array) -> str:
     cells: list[float | None] = [None] * table.size
     formats = []
     for index, (name, column) in enumerate(zip(COLUMNS, table.T, strict=True)):
-        kind = "%.6f" if name.endswith("seconds") else "%.15g"
+        form = "%.6f" if name.endswith("seconds") else "%.15g"
         # the same text in a third of the time: most columns are counts
-        if kind == "%.15g" and ((np.rint(column) == column) & (column < 1e15) & ~np.signbit(column)).all():
-            kind, column = "%d", column.astype(np.int64)
-        formats.append(kind)
+        if form == "%.15g" and ((np.rint(column) == column) & (column < 1e15) & ~np.signbit(column)).all():
+            form, column = "%d", column.astype(np.int64)
+        formats.append(form)
         cells[index :: len(COLUMNS)] = column.tolist()
     line = ",".join(formats) + "\n"
     return (line * len(table) % tuple(cells)).replace("nan", "")
@@ -75,13 +75,13 @@ def whole_rows(path: Path) -> Iterator[tuple[int, str]]:
 
 def count_ranks(path: Path) -> int:
     """The number of ranks of a file's first micro-batch."""
-    found: list[int] = []
+    ranks: list[int] = []
     for _, line in whole_rows(path):
         rank = _step_and_rank(line)[1]
-        if found and rank <= found[-1]:
+        if ranks and rank <= ranks[-1]:
             break
-        found.append(rank)
-    return len(found)
+        ranks.append(rank)
+    return len(ranks)
 
 
 def _step_and_rank(line: str) -> tuple[int, int]:

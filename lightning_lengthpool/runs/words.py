@@ -80,6 +80,7 @@ def setting(case: Case) -> str:
     """The pool of a case.
 
     Example:
+        >>> from lightning_lengthpool.ordering.settings import PoolSettings
         >>> setting(Case(PoolSettings(policy="stream"), world_size=8, has_reference=True))
         'stream, pool_size 1000, reference_lengths'
         >>> setting(Case(PoolSettings(policy="none"), world_size=8))
