@@ -242,7 +242,7 @@ def _batch_size(summary: Summary, settings: Mapping[str, Any]) -> int | None:
     batch_size: int | None = settings.get("batch_size")
     if batch_size or settings.get("max_tokens") is not None:
         return batch_size
-    average = max(1, round(np.nan_to_num(summary.samples, nan=1.0)))
+    average = max(1, round(float(np.nan_to_num(summary.samples, nan=1.0))))
     return min(average, int(settings["pool_size"])) if _has_pool(settings) else average
 
 
