@@ -98,7 +98,7 @@ class FitMonitor:
         if length_fn is None and not isinstance(loader, ReportsBatches):
             raise MisconfigurationException(NO_LENGTHS.format(loader=type(loader).__name__))
         self._trainer, self._length_fn = trainer, length_fn
-        self._recorder = CudaStepRecorder() if module.device.type == "cuda" else StepRecorder()
+        self.recorder = CudaStepRecorder() if module.device.type == "cuda" else StepRecorder()
         self._lengths = Reservoir(SAMPLED_LENGTHS)
         self._steps = 0
         self._finished = -1  # the last step whose micro-batches are all there
@@ -113,7 +113,7 @@ class FitMonitor:
         if not measured:
             rank_zero_warn(UNSUPPORTED.format(strategy=type(trainer.strategy).__name__))
         self._fetches = FetchTimer(trainer)
-        self._hooks = ComputeHooks(module, self._recorder, self._is_ddp) if measured else None
+        self._hooks = ComputeHooks(module, self.recorder, self._is_ddp) if measured else None
         hosts, workers, self._name = self._agree(_settings(trainer).get("num_workers"))
         self.writer: RunWriter | None = None
         """On rank zero."""
@@ -142,9 +142,9 @@ class FitMonitor:
                 self.writer.start(step, run, _settings(self._trainer))
         if record is not None:
             missed = getattr(record, "missed", False)
-            self._recorder.begin(step, lengths, record.fetch_started, record.data_seconds, missed)
+            self.recorder.begin(step, lengths, record.fetch_started, record.data_seconds, missed)
         else:
-            self._recorder.begin(step, lengths, *(self._fetches.last() or ()))
+            self.recorder.begin(step, lengths, *(self._fetches.last() or ()))
         if self._hooks is not None:
             self._hooks.start_batch()
 
@@ -164,7 +164,7 @@ class FitMonitor:
         Returns:
             On rank zero, after an exchange, the idle fraction of its steps.
         """
-        self._recorder.end(needs_reduction=self._is_ddp and not is_automatic)
+        self.recorder.end(needs_reduction=self._is_ddp and not is_automatic)
         if self._trainer.fit_loop._should_accumulate():
             return None
         self._finished = step_number(self._trainer)
@@ -173,7 +173,7 @@ class FitMonitor:
 
     def interrupt(self) -> None:
         """Something else comes between the last micro-batch and the next."""
-        self._recorder.interrupt()
+        self.recorder.interrupt()
 
     def end(self) -> None:
         """Training is over."""
@@ -222,7 +222,7 @@ class FitMonitor:
 
     def _collect(self) -> Array:
         """The records of whole steps since the last exchange, shape `[micro-batches, columns]`; they are kept."""
-        self._rows = np.concatenate([self._rows, self._recorder.take(self._rank)])
+        self._rows = np.concatenate([self._rows, self.recorder.take(self._rank)])
         return self._rows[self._rows[:, 0] <= self._finished]
 
     def _exchange(self) -> float | None:

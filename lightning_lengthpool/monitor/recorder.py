@@ -133,6 +133,10 @@ class StepRecorder:
             self._done.append(self._open)
             self._open = None
 
+    def __len__(self) -> int:
+        """How many micro-batches are closed and not taken."""
+        return len(self._done)
+
     def take(self, rank: int) -> NDArray[np.float64]:
         """Return the closed micro-batches, and drop them.
 

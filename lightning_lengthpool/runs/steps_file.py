@@ -1,8 +1,8 @@
 """The file of step records, `steps.csv`: written while a run goes on, and read whatever happened to the run.
 
-A header with `COLUMNS`, then one row for each micro-batch and rank, sorted by step, micro-batch and rank; an
-empty cell is a figure that could not be measured. The file may end anywhere, for a run may be killed in the
-middle of writing: what follows the last newline is never read, nor is a last micro-batch that lacks ranks.
+A header with `COLUMNS`, then one row for each micro-batch and rank, sorted by step, micro-batch and rank; an empty cell
+is a figure that could not be measured. The file may end anywhere, for a run may be killed while it writes: what follows
+the last newline is never read, nor is a last micro-batch that lacks ranks.
 """
 
 import os
@@ -42,9 +42,9 @@ class StepsFile:
     `TakenError`, and `move` brings its own rows elsewhere.
 
     A file that would grow beyond `max_rows` is thinned: it keeps every second block of `BLOCK` steps, later every
-    fourth, and so on (step `s` stays if `s // BLOCK` is a multiple of 2, 4, ...), and from then on the rows of
-    the other blocks are not written. If even `BLOCK` steps have more rows than `max_rows`, only the first
-    steps that fit are kept. The rows already there are streamed, never held in memory.
+    fourth, and so on (step `s` stays if `s // BLOCK` is a multiple of 2, 4, ...), and from then on the other blocks are
+    not written. If even `BLOCK` steps have more rows than `max_rows`, only the first steps that fit are kept. The rows
+    already there are streamed, never held in memory.
 
     Args:
         path: The file. Its folder is made if it does not exist.
@@ -70,9 +70,8 @@ class StepsFile:
         """Begin the file, or continue that of a run which is resumed.
 
         Args:
-            step: The first step that will be appended. At 0 the file is begun anew. Else the rows of earlier
-                steps are kept, but for a last line that was cut off and a last micro-batch that lacks ranks;
-                how far the file is thinned follows from the blocks that it has (see `thinned`).
+            step: The first step that will be appended. At 0 the file is begun anew. Else the rows of earlier steps are
+                kept, but for a part of one at the end; how far it is thinned is seen from its blocks (see `thinned`).
             ranks: Number of ranks of the records to come. A file with another number of them is moved aside, as
                 `steps.before-STEP.csv`, for one file cannot hold both. Default: not looked at.
 
@@ -191,8 +190,7 @@ class StepsFile:
 def read_steps(path: str | Path) -> dict[str, Array]:
     """Read a `steps.csv`, also one that is being written or was cut off anywhere.
 
-    Of a file cut off within its very first micro-batch, the ranks that are left look like all ranks; `StepsFile`
-    leaves no such file.
+    A file cut off within its first micro-batch seems to have fewer ranks; `StepsFile` leaves no such file.
 
     Returns:
         One float64 array for each of `COLUMNS`, one entry a row of the whole micro-batches; NaN for an empty cell.

@@ -448,7 +448,7 @@ def test_records_are_dropped_once_exchanged(tmp_path):
 
         def on_train_batch_end(self, *args: Any) -> None:
             super().on_train_batch_end(*args)
-            self.most = max(self.most, len(self._recorder._done))
+            self.most = max(self.most, len(self._fit.recorder))
 
     monitor = Counting(every_n_steps=2)
     fit(tmp_path, monitor, batches=9)
