@@ -16,7 +16,7 @@ from lightning_lengthpool.runs.findings import choose_setting, difference_in, fi
 RANKS, WORKERS = 4, 2
 
 
-def measured(by_tokens: bool = True) -> Summary:
+def measured() -> Summary:
     return Summary(
         idle=0.4,
         lengths=0.4,
@@ -55,8 +55,10 @@ def scan(by_rank: list[np.ndarray], rank_samples: int) -> LengthScan:
     )
 
 
-@pytest.mark.parametrize("rank_samples", [450, 2000, 100_000])
-@pytest.mark.parametrize(("policy", "pool_size"), [("none", 0), ("pool", 1000), ("pool", 100)])
+@pytest.mark.parametrize(
+    ("policy", "pool_size", "rank_samples"),
+    [("none", 0, 450), ("none", 0, 100_000), ("pool", 1000, 450), ("pool", 100, 2000)],
+)
 def test_the_same_setting_is_recommended_before_a_run_and_after_it(
     policy: str, pool_size: int, rank_samples: int
 ) -> None:
@@ -79,7 +81,7 @@ def test_whether_the_ranks_differ_is_asked_once(factors: tuple[float, ...]) -> N
     by_rank, settings = lengths(factors), {"policy": "none", "pool_size": 0, "batch_size": 2}
     differs = factors[-1] != 1
     plan = Plan(PoolSettings(2, 0, "none"), num_workers=WORKERS, world_size=RANKS)
-    advice = advise(scan(by_rank, 2000), plan, world_sizes=[4])
+    advice = advise(scan(by_rank, 2000), plan, world_sizes=[RANKS], pool_sizes=[100])
     (check,) = [check for check in advice.checks if check.key == "ranks_alike"]
     assert (check.result == "found") == differs
     difference = difference_in(measured(), by_rank, settings)
