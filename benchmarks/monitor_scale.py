@@ -20,8 +20,8 @@ from lightning_lengthpool.monitor.run_log import RunLog
 from lightning_lengthpool.monitor.run_writer import RunWriter
 from lightning_lengthpool.runs.causes import CauseTracker, Summary
 from lightning_lengthpool.runs.findings import findings
-from lightning_lengthpool.runs.records import COLUMNS
 from lightning_lengthpool.runs.run_json import About
+from lightning_lengthpool.runs.steps.columns import COLUMNS
 
 STEPS = 50  # between two exchanges
 SETTINGS = {

@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from lightning_lengthpool.ordering import efficiency
-from lightning_lengthpool.ordering.order import ORDERS
+from lightning_lengthpool.ordering.policies import ORDERS
 from lightning_lengthpool.ordering.reference_costs import ReferenceCosts
 from lightning_lengthpool.ordering.settings import PoolSettings
 from lightning_lengthpool.ordering.sorted_pool import SortedPool

@@ -36,7 +36,7 @@ from rich.table import Table
 
 from lightning_lengthpool.ordering import efficiency
 from lightning_lengthpool.ordering.lengths_file import read_lengths
-from lightning_lengthpool.ordering.order import order_blocks, order_pool
+from lightning_lengthpool.ordering.policies import order_blocks, order_pool
 from lightning_lengthpool.ordering.reference_costs import ReferenceCosts
 from lightning_lengthpool.ordering.settings import PoolSettings
 from lightning_lengthpool.ordering.sorted_pool import SortedPool

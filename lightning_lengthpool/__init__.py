@@ -3,7 +3,7 @@
 Each data-parallel rank keeps a pool of encoded samples, orders it by length and draws from it with a random
 sequence that all ranks share, so that at every step all ranks train on about the same length. The two names
 that a training script needs are exported here; they are imported on first use, so that a pure module such as
-`lightning_lengthpool.ordering.order` loads neither torch nor Lightning.
+`lightning_lengthpool.ordering.policies` loads neither torch nor Lightning.
 """
 
 from importlib import import_module

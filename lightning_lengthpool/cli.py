@@ -14,7 +14,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lightning_lengthpool import LengthPoolDataModule, SyncMonitor
 from lightning_lengthpool.ordering.local_paths import local_path
-from lightning_lengthpool.ordering.settings import POLICIES
+from lightning_lengthpool.ordering.policies import POLICIES
 
 DESCRIPTION = """Train with the same sample length on every rank at the same step.
 There are three more subcommands than Lightning's: 'advise' says before training what a pool would bring for a config's

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from helpers.datasets import write_dataset
-from lightning_lengthpool.runs.records import COLUMNS
+from lightning_lengthpool.runs.steps.columns import COLUMNS
 
 
 @pytest.fixture

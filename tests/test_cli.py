@@ -18,7 +18,7 @@ import yaml
 
 from lightning_lengthpool.advise.command import advise_config
 from lightning_lengthpool.cli import main
-from lightning_lengthpool.runs.records import COLUMNS
+from lightning_lengthpool.runs.steps.columns import COLUMNS
 
 ROOT = Path(__file__).parent.parent
 

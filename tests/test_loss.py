@@ -178,8 +178,8 @@ def fit_with_the_monitor(root: Path) -> list[float]:
 
 
 def test_the_monitor_still_sees_each_rank_s_own_compute(tmp_path: Path) -> None:
-    from lightning_lengthpool.runs.records import by_step
-    from lightning_lengthpool.runs.steps_file import read_steps
+    from lightning_lengthpool.runs.steps.records import by_step
+    from lightning_lengthpool.runs.steps.steps_file import read_steps
 
     shares = run_ranks(fit_with_the_monitor, 2, root=tmp_path)
     assert shares == [[pytest.approx(2 / 3)] * STEPS, [pytest.approx(4 / 3)] * STEPS]

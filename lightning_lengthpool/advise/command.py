@@ -20,7 +20,7 @@ from lightning_lengthpool.ordering.lengths_file import read_lengths, write_lengt
 from lightning_lengthpool.ordering.local_paths import file_path
 from lightning_lengthpool.ordering.settings import PoolSettings, check_integer, check_positive
 from lightning_lengthpool.report.out_folder import make_out
-from lightning_lengthpool.report.tables import write_json
+from lightning_lengthpool.report.summary import write_json
 from lightning_lengthpool.runs.run import Run, load_run
 
 ADVICE, FIGURE, LENGTHS = "advice.json", "advice.png", "lengths.csv"  # in the folder of the results

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from lightning_lengthpool.advise.advice import Bottleneck, Causes, Cost, Distribution, Outliers, Plan, Relation, Verdict
 from lightning_lengthpool.ordering.sorted_pool import HISTORY, SNAPSHOT_SAMPLES
 from lightning_lengthpool.runs.run import Run
+from lightning_lengthpool.runs.thresholds import NAMED_FROM
 from lightning_lengthpool.runs.words import number, percent, ranks
 from lightning_lengthpool.simulation.cases import Case
 from lightning_lengthpool.simulation.choose import waste
@@ -21,7 +22,6 @@ Array = NDArray[np.float64]
 
 PERCENTILES = (5, 25, 50, 75, 90, 95, 99, 100)
 OUTLIERS = (0.01, 0.05)
-NAMED_FROM = 0.05  # a smaller part of the time is no cause worth a sentence
 _BINS = 12
 _SPREAD = 8.0  # longest of most / shortest of most, from which on a histogram is logarithmic
 _FEW = 100  # lengths, of which nothing can be said about the longest 1 %

@@ -16,6 +16,7 @@ from lightning_lengthpool.data.fit_progress import FitProgress, does
 from lightning_lengthpool.data.reading.data_identity import Description, describe_data
 from lightning_lengthpool.data.resume.data_state import DataState
 from lightning_lengthpool.data.resume.resume import Resume
+from lightning_lengthpool.data.resume.saved_settings import saved_settings
 from lightning_lengthpool.data.source import DataPath, Source, Training
 from lightning_lengthpool.data.task_encoder import methods_with_seeds
 from lightning_lengthpool.data.train_loader import RankState, TrainLoader
@@ -243,15 +244,8 @@ class DataHooks(LightningDataModule):
         return self._resume.state
 
     def _saved_settings(self) -> dict[str, Any]:
-        """What an iterator state depends on, plain: another run goes on from it only with the same."""
-        settings = self.complete_settings()
-        return {
-            "path": self._describe(),
-            "ranks": self.data_rank.world_size,
-            "reference_lengths": None if self._reference is None else str(self._reference),
-            **self.source.identity(),
-            **settings.identity(),
-        }
+        settings, ranks = self.complete_settings(), self.data_rank.world_size
+        return saved_settings(self.source, settings, ranks=ranks, data=self._describe(), reference=self._reference)
 
     def _describe(self) -> list[Description]:
         """What the training data are, looked at once for each path."""

@@ -5,7 +5,7 @@ Whatever reads the data does it through one `Source`: training, its trial run, e
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from megatron.energon import SavableDataset, TaskEncoder, WorkerConfig, get_train_dataset, get_val_dataset
 from megatron.energon.epathlib import EPath
@@ -139,8 +139,3 @@ class Source:
         require_samples(
             self.path, "train", ranks * workers, f"{ranks} ranks x {workers} workers", "set num_workers lower"
         )
-
-    def identity(self) -> dict[str, Any]:
-        """Which of these settings a worker's iterator state depends on, but for the data themselves; plain."""
-        names = ("num_workers", "shuffle_buffer_size", "packing_buffer_size", "max_samples_per_sequence")
-        return {name: getattr(self, name) for name in names}

@@ -23,8 +23,8 @@ from lightning_lengthpool.monitor.run_files import RunFiles
 from lightning_lengthpool.monitor.run_log import RunLog
 from lightning_lengthpool.monitor.run_writer import RunWriter
 from lightning_lengthpool.ranks.store import ALONE_SECONDS, gather
-from lightning_lengthpool.runs.records import COLUMNS
 from lightning_lengthpool.runs.run_json import About
+from lightning_lengthpool.runs.steps.columns import COLUMNS
 
 Array = NDArray[np.float64]
 LengthsOf = Callable[[Any], Sequence[float]]

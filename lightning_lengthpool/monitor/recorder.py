@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from lightning_lengthpool.ordering import efficiency
-from lightning_lengthpool.runs.records import COLUMNS
+from lightning_lengthpool.runs.steps.columns import COLUMNS
 
 
 @dataclass

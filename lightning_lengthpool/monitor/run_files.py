@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from lightning_lengthpool.ordering.lengths_file import write_lengths
 from lightning_lengthpool.ordering.local_paths import is_remote, local_path, stand_in
 from lightning_lengthpool.runs.run_json import About, read_about, write_about
-from lightning_lengthpool.runs.steps_file import StepsFile, TakenError
+from lightning_lengthpool.runs.steps.steps_file import StepsFile, TakenError
 
 Array = NDArray[np.float64]
 

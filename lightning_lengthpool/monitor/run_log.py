@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from lightning_lengthpool.ordering import efficiency
 from lightning_lengthpool.runs.causes import CauseTracker, Window
 from lightning_lengthpool.runs.findings import findings
-from lightning_lengthpool.runs.records import COLUMNS, RunTotals, by_step
+from lightning_lengthpool.runs.steps.columns import COLUMNS
+from lightning_lengthpool.runs.steps.records import RunTotals, by_step
 
 Array = NDArray[np.float64]
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lightning_lengthpool.monitor.run_files import RunFiles
 from lightning_lengthpool.monitor.run_log import RunLog
-from lightning_lengthpool.report import tables
+from lightning_lengthpool.report import summary
 from lightning_lengthpool.runs.causes import Window
 from lightning_lengthpool.runs.run import load_run
 from lightning_lengthpool.runs.run_json import About
@@ -86,7 +86,7 @@ class RunWriter:
     def print(self) -> None:
         """Print the table of the run, the findings, and where the records are."""
         if self.log.totals.steps:
-            tables.print_table(tables.steps_table(self.log.totals.summary()))
+            summary.print_table(summary.steps_table(self.log.totals.summary()))
             for sentence in self.log.findings():
                 print(f"- {sentence}")
             if self.files.steps_csv is not None:

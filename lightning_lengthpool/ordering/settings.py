@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from lightning_lengthpool.ordering.cost_model import CostModel, as_float, sample_cost
 from lightning_lengthpool.ordering.length import LengthFn, sample_length
+from lightning_lengthpool.ordering.policies import POLICIES
 from lightning_lengthpool.ordering.reference_costs import ReferenceCosts
 
-POLICIES = ("none", "pool", "blocks", "stream")
 OVER_BUDGET = ("error", "alone", "drop")
 STREAM_SETTINGS = ("reference_lengths", "max_tokens", "class_shares", "class_fn")
 """What goes with policy 'stream' alone."""

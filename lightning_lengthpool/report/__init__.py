@@ -1,1 +1,1 @@
-"""Words, tables, figures and the page."""
+"""A run as a summary, figures and a page; runs side by side."""

@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 from lightning_lengthpool.ordering.settings import unfit_settings
 from lightning_lengthpool.report import figures
 from lightning_lengthpool.report.out_folder import make_out
-from lightning_lengthpool.report.tables import compare_runs, compare_table, print_table, write_json
+from lightning_lengthpool.report.summary import compare_runs, compare_table, print_table, write_json
 
 _SHOWN_OF_A_FAILURE = 3000  # characters of a failed run's output
 

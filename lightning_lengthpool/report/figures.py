@@ -18,9 +18,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from numpy.typing import NDArray
 
-from lightning_lengthpool.report.tables import FIGURES
-from lightning_lengthpool.runs.records import by_step
-from lightning_lengthpool.runs.steps_file import read_steps
+from lightning_lengthpool.report.summary import FIGURES
+from lightning_lengthpool.runs.steps.records import by_step
+from lightning_lengthpool.runs.steps.steps_file import read_steps
 
 Array = NDArray[np.float64]
 

@@ -17,13 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_lengthpool.ordering import efficiency
-from lightning_lengthpool.runs.records import COLUMNS, by_step, step_starts
 from lightning_lengthpool.runs.speed_fit import TINY, Fit, RankSpeeds, WindowSpeeds
+from lightning_lengthpool.runs.steps.columns import COLUMNS
+from lightning_lengthpool.runs.steps.records import by_step, step_starts
+from lightning_lengthpool.runs.thresholds import ELSEWHERE_RANK_FROM, NAMED_FROM
 
 Array = NDArray[np.float64]
-
-ELSEWHERE_FRACTION = 0.05  # of the time, by which a rank that is busy elsewhere is told from the others
-DATA_FRACTION = 0.05  # from this share of the time on, ranks that wait for data are named
 
 
 @dataclass(frozen=True)
@@ -256,7 +255,7 @@ class CauseTracker:
     def _elsewhere_ranks(self, ranks: list[int]) -> list[int]:
         if not self._wall[0] > 0:
             return []
-        longer = self._outside - self._outside.min() > ELSEWHERE_FRACTION * self._wall[0]
+        longer = self._outside - self._outside.min() > ELSEWHERE_RANK_FROM * self._wall[0]
         return [ranks[i] for i in np.flatnonzero(longer)]
 
 
@@ -309,7 +308,7 @@ def _fractions(sums: Array) -> dict[str, float]:
 
 
 def _data_ranks(ranks: list[int], waited: Array, fraction: float) -> list[int]:
-    if not fraction >= DATA_FRACTION:
+    if not fraction >= NAMED_FROM:
         return []
     return [rank for rank, seconds in zip(ranks, waited, strict=True) if seconds >= waited.max() / 2]
 

@@ -13,6 +13,7 @@ from lightning_lengthpool.ordering.efficiency import WORTH
 from lightning_lengthpool.ordering.settings import PoolSettings
 from lightning_lengthpool.runs.causes import Summary
 from lightning_lengthpool.runs.distribution import Difference, difference_of_ranks
+from lightning_lengthpool.runs.thresholds import BOTTLENECK_FROM, ELSEWHERE_FROM, NAMED_FROM, PADDING_FROM, REST_FROM
 from lightning_lengthpool.runs.words import percent, ranks_named, setting
 from lightning_lengthpool.simulation.cases import Case
 from lightning_lengthpool.simulation.choose import (
@@ -29,11 +30,6 @@ from lightning_lengthpool.simulation.uncertainty import costs_of
 
 Array = NDArray[np.float64]
 
-NAMED_FROM = 0.05  # a smaller part of the time is no cause worth a sentence
-BOTTLENECK_FROM = 0.1  # a smaller wait for data is named, but not called so
-PADDING_FROM = 0.1
-ELSEWHERE_FROM = 0.25  # an optimizer alone may take a good part of a small model's step
-REST_FROM = 0.1  # the same of what has no cause: some of it is always there
 
 BY_TOKENS = " (by padded tokens; compute could not be measured)"
 

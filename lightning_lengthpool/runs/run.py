@@ -13,10 +13,10 @@ from lightning_lengthpool.ordering.local_paths import local_path
 from lightning_lengthpool.runs.causes import CauseTracker, Summary, Window
 from lightning_lengthpool.runs.distribution import Difference, difference_of_ranks
 from lightning_lengthpool.runs.findings import difference_in, findings
-from lightning_lengthpool.runs.records import by_step, step_starts, summarize
 from lightning_lengthpool.runs.run_json import About, read_about
 from lightning_lengthpool.runs.speed_fit import MIN_MICRO_BATCHES, Fit
-from lightning_lengthpool.runs.steps_file import read_steps, thinned
+from lightning_lengthpool.runs.steps.records import by_step, step_starts, summarize
+from lightning_lengthpool.runs.steps.steps_file import read_steps, thinned
 
 Array = NDArray[np.float64]
 

@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from lightning_lengthpool.runs.thresholds import SLOW_RANK_FACTOR, SLOW_STANDARD_ERRORS, SLOW_WINDOW_FACTOR
+
 Array = NDArray[np.float64]
 
 TINY = 1e-12
 MEMORY = 20  # windows: an older one counts 1 / e of a new one
 MIN_MICRO_BATCHES = 20  # of a rank, before anything is said of it
-UNEVEN_FACTOR = 1.1
-STANDARD_ERRORS = 4.0
-_CONFIRMED_FACTOR = 1.05  # by a window's own fit
 
 # Iteratively reweighted least squares: the usual constants, for 95 % efficiency on normal residuals.
 _HUBER, _HUBER_TURNS = 1.345, 5
@@ -191,9 +190,9 @@ class RankSpeeds:
     the window's weighted moments then enter running moments in which a window that is `MEMORY` windows old counts
     1 / e.
 
-    A rank stands out in a window if for equal cost the running fit puts it at `UNEVEN_FACTOR` times the (lower) median
-    rank or more, or as much below it, beyond `STANDARD_ERRORS`, and the window's own fit confirms it; or if the own
-    fits of two windows in a row do.
+    A rank stands out in a window if for equal cost the running fit puts it at `SLOW_RANK_FACTOR` times the (lower)
+    median rank or more, or as much below it, beyond `SLOW_STANDARD_ERRORS`, and the window's own fit confirms it; or if
+    the own fits of two windows in a row do.
 
     Args:
         ranks: How many there are.
@@ -227,13 +226,13 @@ class RankSpeeds:
         with np.errstate(divide="ignore", invalid="ignore"):  # a rank that was never measured has no factor
             level = np.where(self._weight > 0, running.theta @ self._features, np.nan)
             factor = level / lower_median(level)
-            typical = np.abs(factor - 1) <= UNEVEN_FACTOR - 1
+            typical = np.abs(factor - 1) <= SLOW_RANK_FACTOR - 1
             reference = least_squares(self._gram[typical].sum(axis=0), np.float64(running.k))[0]
             lately = np.einsum("rf,rf->r", per_rank, window.theta) / (per_rank @ reference)
             pace = float(lower_median(np.where(weight > 0, lately, np.nan)))
             lately /= pace  # all ranks may have changed together
             steady, now = _sides(factor, running.noise, self._weight), _sides(lately, window.noise, weight)
-            confirmed = np.where(factor > 1, lately > _CONFIRMED_FACTOR, lately < 1 / _CONFIRMED_FACTOR)
+            confirmed = np.where(factor > 1, lately > SLOW_WINDOW_FACTOR, lately < 1 / SLOW_WINDOW_FACTOR)
         # the running fit is slow to see a change; two windows in a row show it as well
         stands_out = (steady != 0) & confirmed | (now != 0) & (now == self._side)
         self._side = now
@@ -268,6 +267,6 @@ def _sides(factor: Array, noise: Array, weight: Array) -> Array:
         weight: Number of micro-batches.
     """
     error = noise / np.sqrt(weight)
-    certain = np.abs(factor - 1) > STANDARD_ERRORS * np.hypot(factor * error, lower_median(error))
-    side = np.where(factor >= UNEVEN_FACTOR, 1.0, np.where(factor <= 1 / UNEVEN_FACTOR, -1.0, 0.0))
+    certain = np.abs(factor - 1) > SLOW_STANDARD_ERRORS * np.hypot(factor * error, lower_median(error))
+    side = np.where(factor >= SLOW_RANK_FACTOR, 1.0, np.where(factor <= 1 / SLOW_RANK_FACTOR, -1.0, 0.0))
     return np.where(certain & (weight >= MIN_MICRO_BATCHES), side, 0.0)

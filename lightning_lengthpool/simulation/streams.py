@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_lengthpool.ordering.order import ORDERS
+from lightning_lengthpool.ordering.policies import ORDERS
 from lightning_lengthpool.ordering.settings import PoolSettings
 from lightning_lengthpool.ordering.sorted_pool import Block, SortedPool
 from lightning_lengthpool.ordering.stream.budget import batch_shares

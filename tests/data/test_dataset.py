@@ -21,7 +21,7 @@ from helpers.pools import CONFIG, batches, blocks, keys, parity, pooled
 from lightning_lengthpool.data.pools.dataset import LengthPoolDataset
 from lightning_lengthpool.data.source import Source
 from lightning_lengthpool.data.train_loader import TrainLoader
-from lightning_lengthpool.ordering.order import order_blocks
+from lightning_lengthpool.ordering.policies import order_blocks
 from lightning_lengthpool.ordering.reference_costs import ReferenceCosts
 from lightning_lengthpool.ordering.settings import PoolSettings
 from lightning_lengthpool.ordering.stream.blocks import stream_draw

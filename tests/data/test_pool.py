@@ -7,7 +7,7 @@ import pytest
 from helpers.lengths import lognormal
 from helpers.pools import CONFIG, batches, pooled
 from lightning_lengthpool.cost_models import CostModel, QuadraticCost
-from lightning_lengthpool.ordering.order import ORDERS
+from lightning_lengthpool.ordering.policies import ORDERS
 from lightning_lengthpool.ordering.reference_costs import ReferenceCosts
 from lightning_lengthpool.ordering.reference_lengths import read_reference_lengths, with_reference
 from lightning_lengthpool.ordering.settings import PoolSettings, PoolWarmup

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from lightning_lengthpool.runs.records import COLUMNS
-from lightning_lengthpool.runs.steps_file import StepsFile
+from lightning_lengthpool.runs.steps.columns import COLUMNS
+from lightning_lengthpool.runs.steps.steps_file import StepsFile
 
 
 def write_run(

@@ -28,8 +28,8 @@ from helpers.ranks import run_ranks
 from lightning_lengthpool.monitor.callback import SyncMonitor
 from lightning_lengthpool.ordering import efficiency
 from lightning_lengthpool.ranks import store
-from lightning_lengthpool.runs.records import by_step, summarize
-from lightning_lengthpool.runs.steps_file import read_steps
+from lightning_lengthpool.runs.steps.records import by_step, summarize
+from lightning_lengthpool.runs.steps.steps_file import read_steps
 
 STEPS = 6
 
@@ -401,7 +401,7 @@ def test_a_file_that_cannot_be_written_does_not_end_the_training(tmp_path, monke
     def full(self: Any, steps: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("lightning_lengthpool.runs.steps_file.StepsFile.append", full)
+    monkeypatch.setattr("lightning_lengthpool.runs.steps.steps_file.StepsFile.append", full)
     with pytest.warns(UserWarning, match="goes on without its files.*No space left") as caught:
         runner = fit(tmp_path, SyncMonitor(every_n_steps=1), batches=4)
     assert runner.global_step == 4

@@ -23,7 +23,7 @@ from helpers.monitored import Record, SlowBackward
 from helpers.ranks import run_ranks
 from lightning_lengthpool.monitor.callback import SyncMonitor
 from lightning_lengthpool.runs.causes import CauseTracker
-from lightning_lengthpool.runs.steps_file import read_steps
+from lightning_lengthpool.runs.steps.steps_file import read_steps
 
 STEPS = 60
 SLOW = 1  # the rank with the planted fault

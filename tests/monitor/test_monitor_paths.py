@@ -27,8 +27,8 @@ from helpers.monitored import Loader, SlowBackward, trainer
 from helpers.ranks import run_ranks
 from lightning_lengthpool.monitor.callback import SyncMonitor
 from lightning_lengthpool.ordering import efficiency
-from lightning_lengthpool.runs.records import by_step
-from lightning_lengthpool.runs.steps_file import read_steps
+from lightning_lengthpool.runs.steps.records import by_step
+from lightning_lengthpool.runs.steps.steps_file import read_steps
 
 DELAY = 0.08
 STEPS = 5

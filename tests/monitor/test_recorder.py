@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_lengthpool.monitor.recorder import CudaStepRecorder, StepRecorder
-from lightning_lengthpool.runs.records import COLUMNS
+from lightning_lengthpool.runs.steps.columns import COLUMNS
 
 
 class FakeClock:

@@ -21,7 +21,7 @@ from helpers.monitored import Loader, Model, trainer
 from lightning_lengthpool.monitor.callback import SyncMonitor
 from lightning_lengthpool.monitor.run_files import base_folder
 from lightning_lengthpool.runs.run import find_steps
-from lightning_lengthpool.runs.steps_file import read_steps
+from lightning_lengthpool.runs.steps.steps_file import read_steps
 
 IDS = itertools.count()
 

@@ -20,8 +20,8 @@ from lightning_lengthpool.cost_models import (
     VisionCost,
 )
 from lightning_lengthpool.ordering.cost_model import sample_cost
-from lightning_lengthpool.runs.records import COLUMNS
-from lightning_lengthpool.runs.steps_file import StepsFile
+from lightning_lengthpool.runs.steps.columns import COLUMNS
+from lightning_lengthpool.runs.steps.steps_file import StepsFile
 
 A, B, K = 0.02, 1e-5, 3000.0  # seconds of a micro-batch: A + B * padded * (1 + longest / K)
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.orders import GOLDEN_LENGTHS, reference_stream
-from lightning_lengthpool.ordering.order import ORDERS, order_blocks, order_none, order_pool
+from lightning_lengthpool.ordering.policies import ORDERS, order_blocks, order_none, order_pool
 from lightning_lengthpool.ordering.settings import PoolSettings
 
 

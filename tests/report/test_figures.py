@@ -6,9 +6,9 @@ import pytest
 from matplotlib import pyplot
 
 from helpers.figures import drawn, size
-from lightning_lengthpool.report import figures, tables
-from lightning_lengthpool.runs.records import COLUMNS
-from lightning_lengthpool.runs.steps_file import StepsFile
+from lightning_lengthpool.report import figures, summary
+from lightning_lengthpool.runs.steps.columns import COLUMNS
+from lightning_lengthpool.runs.steps.steps_file import StepsFile
 
 
 def costs(steps: int, ranks: int, seed: int = 0) -> np.ndarray:
@@ -113,7 +113,7 @@ def test_compare_figure(tmp_path, absent):
         file.start(0)
         file.append({name: values.ravel() for name, values in grid.items()})
         runs[policy] = [{"steps_csv": file.path, "val_loss": 1.0}]
-    figure = figures.compare_figure(tables.compare_runs(runs))
+    figure = figures.compare_figure(summary.compare_runs(runs))
     width, height = size(figures.png(figure))
     assert width > 900 and height > 900
     assert figure.axes[0].get_ylabel() == ("padded tokens" if absent else "own compute [s]")

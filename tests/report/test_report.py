@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from lightning_lengthpool.report import tables
-from lightning_lengthpool.runs import records
-from lightning_lengthpool.runs.records import COLUMNS
-from lightning_lengthpool.runs.steps_file import StepsFile, read_steps
+from lightning_lengthpool.report import summary
+from lightning_lengthpool.runs.steps import records
+from lightning_lengthpool.runs.steps.columns import COLUMNS
+from lightning_lengthpool.runs.steps.steps_file import StepsFile, read_steps
 
 
 def text(table: object) -> str:
@@ -21,19 +21,19 @@ def text(table: object) -> str:
 
 def test_table_says_what_is_left_out(steps_csv):
     summary = records.summarize(read_steps(steps_csv))
-    shown = text(tables.steps_table(summary))
+    shown = text(summary.steps_table(summary))
     assert "18.8 %" in shown and "compute: 2 of 3 steps" in shown and "tokens: 3 of 3 steps" in shown
     assert "idle by compute" in shown and "37.5 %" in shown
     tokens_only = records.summarize(
         read_steps(steps_csv) | {name: np.full(8, np.nan) for name in ("compute_seconds", "wait_seconds")}
     )
-    shown = text(tables.steps_table(tokens_only))
+    shown = text(summary.steps_table(tokens_only))
     assert "compute: 0 of 3 steps" in shown and "- " in shown and "idle by tokens" in shown
 
 
 def test_table_of_many_ranks_shows_both_ends():
     steps = {name: np.ones(40) for name in COLUMNS} | {"rank": np.arange(40.0), "compute_seconds": np.arange(40.0)}
-    shown = text(tables.steps_table(records.summarize(steps)))
+    shown = text(summary.steps_table(records.summarize(steps)))
     listed = [int(line.split()[0]) for line in shown.splitlines() if line.split() and line.split()[0].isdigit()]
     assert listed == [39, 38, 37, 36, 35, 34, 33, 32, 7, 6, 5, 4, 3, 2, 1, 0]
     assert "24 are not shown" in shown
@@ -70,7 +70,7 @@ def runs(folder: Path, seed: int, scale: dict[str, float], repeats: int = 2, abs
 
 
 def test_compare_runs(tmp_path):
-    result = tables.compare_runs(runs(tmp_path, 0, {"none": 0.6, "pool": 0.1}))
+    result = summary.compare_runs(runs(tmp_path, 0, {"none": 0.6, "pool": 0.1}))
     none, pool = result["policies"]
     assert (none["policy"], none["repeats"]) == ("none", 2)
     idle = [records.summarize(read_steps(tmp_path / f"none{i}.csv"))["idle_fraction_compute"] for i in (0, 1)]
@@ -79,16 +79,16 @@ def test_compare_runs(tmp_path):
     assert (none["mean"]["val_loss"], none["std"]["val_loss"]) == (1.5, pytest.approx(0.5**0.5))
     assert pool["mean"]["idle_fraction_compute"] < none["mean"]["idle_fraction_compute"] / 2
     path = tmp_path / "out" / "result.json"
-    tables.write_json(result, path)
+    summary.write_json(result, path)
     assert json.loads(path.read_text()) == result
 
 
 def test_compare_table_shows_the_deviation_of_repeats_only(tmp_path):
-    several = text(tables.compare_table(tables.compare_runs(runs(tmp_path, 0, {"none": 0.6}))["policies"]))
+    several = text(summary.compare_table(summary.compare_runs(runs(tmp_path, 0, {"none": 0.6}))["policies"]))
     assert "none (n=2)" in several and "1.5000 ± 0.7071" in several
     (tmp_path / "none0.csv").unlink()
-    once = tables.compare_runs(runs(tmp_path, 0, {"none": 0.6}, repeats=1, absent=True))["policies"]
-    shown = text(tables.compare_table(once))
+    once = summary.compare_runs(runs(tmp_path, 0, {"none": 0.6}, repeats=1, absent=True))["policies"]
+    shown = text(summary.compare_table(once))
     assert "±" not in shown
     assert next(line for line in shown.splitlines() if "idle by compute" in line).split()[-1] == "-"
     for heading in ("idle by tokens", "padding", "tokens per second", "seconds per step", "validation loss"):
@@ -96,7 +96,7 @@ def test_compare_table_shows_the_deviation_of_repeats_only(tmp_path):
 
 
 def test_json_has_none_for_nan(tmp_path):
-    tables.write_json(
+    summary.write_json(
         {"a": float("nan"), "b": [np.float64(1.5), {"c": math.inf}], "d": np.int64(3)}, tmp_path / "x.json"
     )
     assert json.loads((tmp_path / "x.json").read_text()) == {"a": None, "b": [1.5, {"c": None}], "d": 3}

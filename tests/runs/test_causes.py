@@ -12,8 +12,9 @@ from helpers.lengths import heavy_tailed
 from lightning_lengthpool.ordering import efficiency
 from lightning_lengthpool.runs.causes import CauseTracker
 from lightning_lengthpool.runs.distribution import difference_of_ranks, floor_of, neighbour_correlation
-from lightning_lengthpool.runs.records import COLUMNS, by_step
 from lightning_lengthpool.runs.speed_fit import MEMORY, Fit
+from lightning_lengthpool.runs.steps.columns import COLUMNS
+from lightning_lengthpool.runs.steps.records import by_step
 
 PARTS = ("lengths", "slow_rank", "data", "rest")
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from lightning_lengthpool.ordering import efficiency
-from lightning_lengthpool.runs import records
-from lightning_lengthpool.runs.steps_file import read_steps
+from lightning_lengthpool.runs.steps import records
+from lightning_lengthpool.runs.steps.steps_file import read_steps
 
 
 def test_micro_batches_are_summed_by_step(steps_csv):

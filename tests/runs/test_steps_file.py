@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_lengthpool.runs.records import COLUMNS, by_step
-from lightning_lengthpool.runs.steps_file import BLOCK, StepsFile, TakenError, read_steps, thinned
+from lightning_lengthpool.runs.steps.columns import COLUMNS
+from lightning_lengthpool.runs.steps.records import by_step
+from lightning_lengthpool.runs.steps.steps_file import BLOCK, StepsFile, TakenError, read_steps, thinned
 
 HEADER = ",".join(COLUMNS) + "\n"
 

@@ -10,7 +10,7 @@ from lightning_lengthpool.ordering import efficiency
 from lightning_lengthpool.ordering.reference_costs import ReferenceCosts
 from lightning_lengthpool.ordering.settings import PoolSettings
 from lightning_lengthpool.runs.causes import CauseTracker
-from lightning_lengthpool.runs.records import COLUMNS
+from lightning_lengthpool.runs.steps.columns import COLUMNS
 from lightning_lengthpool.simulation import parallel
 from lightning_lengthpool.simulation.predict import Case, Interval, Lengths, predict
 from lightning_lengthpool.simulation.simulate import simulate

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lightning_lengthpool.ordering import efficiency
-from lightning_lengthpool.ordering.order import ORDERS, order_pool
+from lightning_lengthpool.ordering.policies import ORDERS, order_pool
 from lightning_lengthpool.ordering.reference_costs import ReferenceCosts
 from lightning_lengthpool.ordering.settings import PoolSettings
 from lightning_lengthpool.ordering.sorted_pool import SortedPool

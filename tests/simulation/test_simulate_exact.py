@@ -24,7 +24,7 @@ from lightning_lengthpool.demo.model import OcrModel
 from lightning_lengthpool.demo.task_encoder import OcrTaskEncoder
 from lightning_lengthpool.ordering.reference_costs import ReferenceCosts
 from lightning_lengthpool.ordering.settings import PoolSettings, PoolWarmup
-from lightning_lengthpool.runs.steps_file import read_steps
+from lightning_lengthpool.runs.steps.steps_file import read_steps
 from lightning_lengthpool.simulation.simulate import Simulation, simulate
 
 STEPS = 25

@@ -21,7 +21,7 @@ from lightning_lengthpool.data.pools.arrivals import ArrivalsState, Replay
 from lightning_lengthpool.data.pools.measure import Measured
 from lightning_lengthpool.data.pools.plain_state import from_plain, plain_state
 from lightning_lengthpool.data.pools.pool import Entry, Pool, Slot
-from lightning_lengthpool.ordering.order import ORDERS
+from lightning_lengthpool.ordering.policies import ORDERS
 
 _UNKNOWN = Measured(0.0, 0.0)  # of a sample that was measured when it was saved, and cannot be now
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_lengthpool.runs.records import COLUMNS, Array
+from lightning_lengthpool.runs.steps.columns import COLUMNS, Array
 
 HEADER = ",".join(COLUMNS) + "\n"
 

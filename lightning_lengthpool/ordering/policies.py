@@ -1,4 +1,4 @@
-"""Policies that hand out whole pools: in which order the samples of a pool leave it.
+"""The policies, by name, and in which order samples leave a pool that is handed out as a whole.
 
 Pure functions from the costs of the samples in one pool to the order in which they leave. No rank goes in: every rank
 calls them with the same seed and the same position in its stream, so that the ranks' orders agree by relative index.
@@ -18,7 +18,9 @@ What each policy trades away:
     names a block, which leaves as one batch, and as many samples come in. No stall, and better synchronised than
     `blocks`, for a quantile is relative: ranks whose pools differ in size still agree.
 
-A new policy of this kind takes a function here, with its name in `ORDERS`, and the name in `settings.POLICIES`.
+A new policy of this kind takes a function here, with its name in `ORDERS`; simulation and training then know it. Which
+options go with it stands in `settings`, whether an advice tries it in `simulation.choose`, how it is drawn in
+`advise.figure`.
 """
 
 import random
@@ -85,3 +87,6 @@ def _shuffled(items: list[T], is_full: bool, seed: int) -> list[T]:
 
 ORDERS: dict[str, Order] = {"none": order_none, "pool": order_pool, "blocks": order_blocks}
 """The policies that order a whole pool at once, by name."""
+
+POLICIES = (*ORDERS, "stream")
+"""All policies; `stream` has a pool of its own, see `sorted_pool`."""

@@ -12,8 +12,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lightning_lengthpool.runs.records import summarize
-from lightning_lengthpool.runs.steps_file import read_steps
+from lightning_lengthpool.runs.steps.records import summarize
+from lightning_lengthpool.runs.steps.steps_file import read_steps
 
 SHOWN_RANKS = 16
 

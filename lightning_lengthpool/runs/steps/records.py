@@ -12,22 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_lengthpool.ordering import efficiency
+from lightning_lengthpool.runs.steps.columns import COLUMNS, Array
 
-Array = NDArray[np.float64]
-
-COLUMNS = (
-    "step",
-    "rank",
-    "samples",
-    "tokens",
-    "longest",
-    "padded_tokens",
-    "misses",
-    "data_seconds",
-    "compute_seconds",
-    "wait_seconds",
-    "step_seconds",
-)
 SUMMARY = (
     "idle_fraction_compute",
     "idle_fraction_tokens",

@@ -15,8 +15,8 @@ from typing import IO
 
 import numpy as np
 
-from lightning_lengthpool.runs.records import COLUMNS, Array
-from lightning_lengthpool.runs.steps_lines import (
+from lightning_lengthpool.runs.steps.columns import COLUMNS, Array
+from lightning_lengthpool.runs.steps.steps_lines import (
     HEADER,
     count_ranks,
     filled,

@@ -1,0 +1,1 @@
+"""Step records: their columns, their sums, and the file `steps.csv`."""
