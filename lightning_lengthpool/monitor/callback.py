@@ -33,7 +33,7 @@ class SyncMonitor(Callback):
     - `sync/padding_fraction`, `sync/useful_fraction`
     - `sync/data_wait_seconds_max` over ranks (absent for a `training_step` that fetches its batches itself)
 
-    and appends to `sync/steps.csv` (columns: `records.COLUMNS`), one row for each micro-batch and rank. With
+    and appends to `sync/steps.csv` (columns: `runs.steps.columns.COLUMNS`), one row for each micro-batch and rank. With
     `fast_dev_run`, which turns loggers off, no file is written.
 
     The folder `sync` lies beside Lightning's `checkpoints`: in the first logger's own folder of the run (CSV,

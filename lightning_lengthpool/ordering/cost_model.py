@@ -69,8 +69,7 @@ class CostModel(ABC):
 def sample_cost(sample: Any, length: float, model: CostModel) -> float:
     """Return a sample's cost, checked: the way to ask a model that somebody else wrote.
 
-    Raises:
-        ValueError: If the cost is no number, not finite or negative; the message names the sample's key.
+    Raises `ValueError`, naming the sample's key, if the cost is no number, not finite or negative.
     """
     value: Any = model.cost(sample, length)
     cost = as_float(value)

@@ -21,10 +21,7 @@ WORTH = 0.02
 
 
 def padded_tokens(lengths: Sequence[float] | Array) -> float:
-    """Tokens of one batch once every sample is padded to the longest: `samples x longest`.
-
-    Args:
-        lengths: The samples' lengths in tokens, shape `[samples]`. An empty batch costs 0.
+    """Tokens of one batch once every sample is padded to the longest: `samples x longest`; 0 for an empty batch.
 
     Example:
         >>> padded_tokens([3, 5, 4])
@@ -38,12 +35,7 @@ def sync_efficiency(costs: ArrayLike) -> float:
     """Share of the ranks' time that is work: `sum over steps of mean over ranks / sum over steps of max over
     ranks`.
 
-    Args:
-        costs: What each rank's step costs, shape `[steps, ranks]`, in any one unit.
-
-    Returns:
-        A number from `1 / ranks` (one rank works) to 1 (all ranks are equal at every step); NaN if the costs
-        sum to 0.
+    It lies between `1 / ranks` (one rank works) and 1 (all ranks are equal at every step).
 
     Example:
         >>> sync_efficiency([[1, 3], [2, 2]])
@@ -53,14 +45,7 @@ def sync_efficiency(costs: ArrayLike) -> float:
 
 
 def idle_fraction(costs: ArrayLike) -> float:
-    """Share of the ranks' time spent waiting for the slowest rank: `1 - sync_efficiency(costs)`.
-
-    Args:
-        costs: What each rank's step costs, shape `[steps, ranks]`, in any one unit.
-
-    Returns:
-        A number from 0 to `1 - 1 / ranks`; NaN if the costs sum to 0.
-    """
+    """Share of the ranks' time spent waiting for the slowest rank: `1 - sync_efficiency(costs)`."""
     values = _checked("costs", costs, ndim=2)
     if not values.size:
         return float("nan")
@@ -71,15 +56,8 @@ def data_seconds_lost(compute: ArrayLike, data: ArrayLike, step: ArrayLike) -> A
     """Seconds by which waiting for data makes each step longer: `max(compute + data) - max(compute)` over ranks.
 
     A fetch may overlap with compute that is still running on a GPU, so it is at most what the step's wall-clock seconds
-    leave beyond `max(compute)`.
-
-    Args:
-        compute: Each rank's own compute, `[steps, ranks]`.
-        data: Each rank's waiting for data, `[steps, ranks]`; NaN counts as 0.
-        step: Wall-clock seconds, `[steps, ranks]`; no such bound where all are NaN.
-
-    Returns:
-        Shape `[steps]`.
+    leave beyond `max(compute)`; no such bound where all ranks' `step` are NaN. NaN in `data` counts as 0. All are
+    `[steps, ranks]`, the result is `[steps]`.
 
     Example:
         >>> data_seconds_lost([[1, 2]], [[3, 0]], [[9, 9]]).tolist()
@@ -97,28 +75,15 @@ def data_seconds_lost(compute: ArrayLike, data: ArrayLike, step: ArrayLike) -> A
 def rank_idle_fractions(per_rank: ArrayLike, slowest: float) -> Array:
     """Each rank's share of its time spent waiting: `1 - per_rank / slowest`. Their mean is the idle fraction.
 
-    It takes sums, so a long run need not keep its steps.
-
-    Args:
-        per_rank: Each rank's cost, summed over steps, shape `[ranks]`.
-        slowest: The slowest rank's cost of each step, summed over steps.
-
-    Returns:
-        Shape `[ranks]`; NaN throughout if `slowest` is 0.
+    It takes sums over steps, so a long run need not keep its steps: each rank's cost, `[ranks]`, and the slowest rank's
+    cost of each step.
     """
     values = _checked("per_rank", per_rank, ndim=1)
     return 1.0 - values / slowest if slowest > 0 else np.full(values.shape, np.nan)
 
 
 def padding_fraction(tokens: ArrayLike, padded: ArrayLike) -> float:
-    """Share of the tokens trained on that is padding: `1 - sum of tokens / sum of padded tokens`.
-
-    Args:
-        tokens: Real tokens, any shape.
-        padded: Tokens with padding, the same shape.
-
-    Returns:
-        A number from 0 (no padding) towards 1; NaN if there are no padded tokens.
+    """Share of the tokens trained on that is padding: `1 - sum of tokens / sum of padded tokens`, of any one shape.
 
     Example:
         >>> padding_fraction([5, 4], [6, 6])
@@ -132,13 +97,6 @@ def useful_fraction(tokens: ArrayLike, padded: ArrayLike) -> float:
     """Share of the ranks' capacity that real tokens fill, waiting and padding both counted as waste.
 
     `sum of tokens / (ranks x sum over steps of the slowest rank's padded tokens)`
-
-    Args:
-        tokens: Real tokens of each rank's step, shape `[steps, ranks]`.
-        padded: The same with padding, shape `[steps, ranks]`.
-
-    Returns:
-        A number from 0 to 1; NaN if there are no padded tokens.
 
     Example:
         >>> useful_fraction([[6, 8]], [[8, 10]])

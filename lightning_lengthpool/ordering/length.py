@@ -36,16 +36,11 @@ def field_names(sample: Any) -> str:
 
 
 def sample_length(sample: Any, length_fn: LengthFn | None = None) -> float:
-    """Return a sample's length in tokens.
+    """Return a sample's length in tokens: what `length_fn` says of the sample.
 
-    Args:
-        sample: An encoded sample: an object with attributes, or a dict.
-        length_fn: Takes the sample and gives its length. None: `total_len` if the sample has one, else
-            `len(tokens)`, else `len(input_ids)`.
-
-    Raises:
-        ValueError: If the sample has no length, or one that is no number, not finite or negative, or tokens that are
-            not in one dimension; the message names the sample's key.
+    Without it: `total_len` if the sample has one, else `len(tokens)`, else `len(input_ids)`. Raises `ValueError`,
+    naming the sample's key, if it has no length, or one that is no number, not finite or negative, or tokens that are
+    not in one dimension.
     """
     if length_fn is not None:
         return _checked(sample, length_fn(sample), getattr(length_fn, "__qualname__", repr(length_fn)))

@@ -22,19 +22,12 @@ _DIGITS = 18  # of a rank: as many as fit into 64 bits
 
 @dataclass(frozen=True)
 class LengthRows:
-    """The rows of a file of lengths, column by column: 8 bytes a cell, so that ten million rows are no matter.
-
-    Args:
-        tokens: Lengths in tokens, shape `[rows]`.
-        names: The classes, in the order in which they first come; None if the file has no column for them.
-        classes: The class of each row, as an index into `names`.
-        ranks: The rank of each row; None if the file has no column for it, or it was not asked for.
-    """
+    """The rows of a file of lengths, column by column: 8 bytes a cell, so that ten million rows are no matter."""
 
     tokens: Array
-    names: tuple[str, ...] | None = None
-    classes: Indices | None = None
-    ranks: Indices | None = None
+    names: tuple[str, ...] | None = None  # of the classes, in the order in which they first come
+    classes: Indices | None = None  # of each row, as an index into `names`
+    ranks: Indices | None = None  # None also if the column was not asked for
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -63,16 +56,10 @@ class LengthRows:
 
 
 def read_lengths(path: str | Path, setting: str, *, has_ranks: bool = False) -> LengthRows:
-    """Read a file of lengths.
+    """Read a CSV file with a column `tokens`, and maybe `class` and `rank`; `setting` names it in messages.
 
-    Args:
-        path: A CSV file with a column `tokens`, and maybe `class` and `rank`.
-        setting: What names the file, for messages.
-        has_ranks: Whether a column `rank` is read; else it may hold anything.
-
-    Raises:
-        FileNotFoundError: If it is not there.
-        ValueError: If it has no column `tokens` or no rows, or a row is wrong; the message names the line.
+    Without `has_ranks` the column `rank` is not read, and may hold anything. Raises `FileNotFoundError` if the file is
+    not there, and `ValueError` if it has no column `tokens` or no rows, or (naming the line) if a row is wrong.
     """
     path = file_path(path, setting)
     if not Path(path).is_file():
@@ -94,14 +81,7 @@ def write_lengths(
     classes: Iterable[str] | None = None,
     ranks: Iterable[int] | None = None,
 ) -> None:
-    """Write a file of lengths, as `read_lengths` reads it: all of it or, if that fails, nothing.
-
-    Args:
-        path: The file, which is replaced.
-        tokens: Lengths in tokens, of each sample.
-        classes: The samples' classes; None for no such column.
-        ranks: The samples' ranks; None for no such column.
-    """
+    """Write a file of lengths, as `read_lengths` reads it: all of it or, if that fails, nothing."""
     columns: dict[str, Iterable[Any]] = {"tokens": (f"{length:.15g}" for length in tokens)}
     columns |= {} if classes is None else {"class": classes}
     columns |= {} if ranks is None else {"rank": ranks}

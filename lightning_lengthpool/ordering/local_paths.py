@@ -15,15 +15,7 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 def local_path(path: str | os.PathLike[str], setting: str) -> Path:
-    """Return a path on this machine.
-
-    Args:
-        path: A path, or a `file://` URL.
-        setting: What to call it in an error.
-
-    Raises:
-        ValueError: If it is a URL of storage elsewhere.
-    """
+    """Return a path on this machine, of a path or a `file://` URL; raise `ValueError` for storage elsewhere."""
     if is_remote(path):
         raise ValueError(
             f"{setting} is {os.fspath(path)!r}, expected a path on this machine, not a URL of storage elsewhere. Use a "
@@ -47,15 +39,7 @@ def _without_scheme(path: str | os.PathLike[str]) -> str:
 
 
 def file_path(path: Any, setting: str) -> str | Path:
-    """Where a local file lies.
-
-    Args:
-        path: A local path, also with `~` or as `file://` URL.
-        setting: What names it, for messages.
-
-    Raises:
-        ValueError: If it is no local path; the message names the setting and the value.
-    """
+    """Where a local file lies, of a path (also with `~`) or a `file://` URL; raise `ValueError` for any other URL."""
     local = expand(path, setting, "the path of a CSV file")
     if url_scheme(local) is None:
         return local

@@ -33,7 +33,7 @@ Order = Callable[[Sequence[float], int, int, int, int], list[int]]
 
 
 def order_none(costs: Sequence[float], pool_size: int, start: int, seed: int, batch_size: int = 1) -> list[int]:
-    """Leave the samples in the order in which they came; arguments as for `order_pool`."""
+    """Leave the samples in the order in which they came."""
     return list(range(len(costs)))
 
 
@@ -56,10 +56,10 @@ def order_pool(costs: Sequence[float], pool_size: int, start: int, seed: int, ba
         pool_size: Size of a full pool, at least `len(costs)`.
         start: 0-based index of the pool's first sample in this worker's stream.
         seed: The seed that all ranks share.
-        batch_size: Samples of a batch; only `order_blocks` looks at it.
+        batch_size: Only `order_blocks` looks at it.
 
     Returns:
-        Indices into `costs`, in the order in which the samples leave: a permutation of `range(len(costs))`.
+        Indices into `costs`, in the order in which the samples leave.
     """
     by_cost = sorted(range(len(costs)), key=costs.__getitem__)
     return _shuffled(by_cost, len(costs) == pool_size, seed + start + pool_size - 1)

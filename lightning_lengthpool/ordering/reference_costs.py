@@ -10,11 +10,7 @@ Array = NDArray[np.float64]
 
 
 class ReferenceCosts:
-    """Costs that all ranks share, and aim at.
-
-    Args:
-        costs: Of samples of the data set, in any order; by class, if the pool keeps classes apart, else of class None.
-    """
+    """Costs that all ranks share, and aim at: by class, if the pool keeps classes apart, else of class None."""
 
     def __init__(self, costs: Mapping[Any, Sequence[float] | Array]) -> None:
         self.costs: dict[Hashable, Array] = {
@@ -24,9 +20,8 @@ class ReferenceCosts:
     def distance(self, class_name: Hashable, costs: Sequence[float] | Array) -> float:
         """The Kolmogorov-Smirnov distance of other costs from those of a class.
 
-        Returns:
-            The largest difference between the two shares of costs up to any bound: 0 if they are distributed alike, 1
-            if they do not even overlap.
+        It is the largest difference between the two shares of costs up to any bound: 0 if they are distributed alike, 1
+        if they do not even overlap.
         """
         expected, other = self.costs[class_name], np.sort(np.asarray(costs, dtype=np.float64))
         # Between two of the other costs only one of the shares changes, and it only grows: the two ends are enough.

@@ -17,15 +17,10 @@ from lightning_lengthpool.ordering.stream.budget import batch_shares
 
 @dataclass(frozen=True)
 class ReferenceLengths:
-    """Lengths of samples of the data set, the same on all ranks.
+    """Lengths of samples of the data set, the same on all ranks."""
 
-    Args:
-        path: The file, for messages.
-        lengths: Lengths in tokens, by class; of class None if the file tells no classes.
-    """
-
-    path: str
-    lengths: Mapping[str | None, Array]
+    path: str  # for messages
+    lengths: Mapping[str | None, Array]  # in tokens, by class; of class None if the file tells no classes
 
     @cached_property
     def digest(self) -> str:
@@ -46,14 +41,9 @@ class ReferenceLengths:
         return f"{sum(map(len, self.lengths.values()))} lengths ({self.digest})"
 
     def costs(self, model: CostModel | None, *, by_class: bool) -> ReferenceCosts:
-        """What samples of these lengths cost.
+        """What samples of these lengths cost (their lengths without a model), by class or all together.
 
-        Args:
-            model: None if a sample costs its length.
-            by_class: Whether each class has costs of its own.
-
-        Raises:
-            ValueError: If the file lacks classes that are needed, or if the model cannot tell from the length.
+        Raises `ValueError` if the file lacks classes that are needed, or if the model cannot tell from the length.
         """
         if by_class and None in self.lengths:
             raise ValueError(
@@ -80,24 +70,15 @@ def _costs(lengths: Array, model: CostModel) -> Array:
 
 
 def read_reference_lengths(path: str | Path) -> ReferenceLengths:
-    """Read the file.
-
-    Raises:
-        FileNotFoundError, ValueError: As `lengths_file.read_lengths`.
-    """
+    """Read the file; errors are those of `lengths_file.read_lengths`."""
     return ReferenceLengths(str(path), read_lengths(path, "reference_lengths").by_class())
 
 
 def check_reference(settings: PoolSettings, path: object, class_fn: ClassFn | None) -> None:
     """Check what of a pool's settings goes with a file that is not read yet.
 
-    Args:
-        settings: The pool; without `class_fn` where the file is to tell the shares.
-        path: The file, None for none.
-        class_fn: Names a sample's class; None for no classes.
-
-    Raises:
-        ValueError: If the policy takes no such settings, or if nothing tells the classes' shares.
+    `settings` are without `class_fn` where the file is to tell the shares. Raises `ValueError` if the policy takes no
+    such settings, or if nothing tells the classes' shares.
     """
     for name, value in (("reference_lengths", path), ("class_fn", class_fn)):
         if value is not None:
@@ -112,14 +93,9 @@ def check_reference(settings: PoolSettings, path: object, class_fn: ClassFn | No
 def with_reference(settings: PoolSettings, file: ReferenceLengths | None, class_fn: ClassFn | None) -> PoolSettings:
     """Add to a pool's settings what stands in the file.
 
-    Args:
-        settings: The pool, with `class_shares` if they were set.
-        file: None without a file.
-        class_fn: Names a sample's class; None for no classes. Without `class_shares` they are the file's: of its
-            samples, or with a token budget of the batches that these make.
-
-    Raises:
-        ValueError: If the file's classes are not those of `class_shares`, and as `ReferenceLengths.costs`.
+    With `class_fn` but without `class_shares` the shares are the file's: of its samples, or with a token budget of the
+    batches that these make. Raises `ValueError` if the file's classes are not those of `class_shares`, and as
+    `ReferenceLengths.costs`.
     """
     if file is None:
         return settings
@@ -152,12 +128,7 @@ def _batches(costs: Array, settings: PoolSettings) -> float:
 
 
 def batches_of(costs: Array, settings: PoolSettings) -> float:
-    """About how many batches a sample makes on average, with a token budget.
-
-    Args:
-        costs: Of samples, shape `[samples]`, at least one.
-        settings: The pool, with a budget.
-    """
+    """About how many batches a sample makes on average, with a token budget; of costs `[samples]`, at least one."""
     assert settings.max_tokens is not None
     shares = batch_shares(np.asarray(costs, dtype=np.float64), settings.max_tokens, settings.batch_size)
     if settings.over_budget == "drop":

@@ -193,11 +193,7 @@ class PoolSettings:
     # ---- what a sample is to the pool
 
     def measure(self, sample: Any) -> Size:
-        """A sample's length and cost.
-
-        Raises:
-            ValueError: If one of them is not a finite number of at least 0; the message names the sample's key.
-        """
+        """A sample's length and cost, checked."""
         length = self.length_of(sample)
         return Size(length, self.cost_of(sample, length))
 
@@ -283,7 +279,7 @@ def require_stream(policy: str, pool_size: int, name: str, shown: str = "set") -
 
 
 def check_integer(name: str, value: Any, *, minimum: int | None = None, hint: str = "") -> int:
-    """Return `value` as an int; raise a `ValueError` that names the setting if it is no integer or below `minimum`."""
+    """Return `value` as an int; raise a `ValueError` if it is no integer or below `minimum`."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or (minimum is not None and value < minimum):
         bound = "" if minimum is None else f" of at least {minimum}"
         raise ValueError(f"{name} is {value!r}, expected an integer{bound}" + (f" ({hint})" if hint else ""))
@@ -291,13 +287,13 @@ def check_integer(name: str, value: Any, *, minimum: int | None = None, hint: st
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Raise a `ValueError` that names the setting if it is no finite number above 0."""
+    """Raise a `ValueError` if `value` is no finite number above 0."""
     if not 0 < as_float(value) < math.inf:
         raise ValueError(f"{name} is {value!r}, expected a finite number above 0")
 
 
 def check_one_of(name: str, value: Any, expected: tuple[str, ...]) -> None:
-    """Raise a `ValueError` that names the setting and lists what is expected, if its value is something else."""
+    """Raise a `ValueError` if `value` is not one of those expected."""
     if value not in expected:
         raise ValueError(f"{name} is {value!r}, expected one of: {', '.join(expected)}")
 

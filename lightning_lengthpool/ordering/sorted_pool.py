@@ -39,21 +39,14 @@ SNAPSHOT_SAMPLES = 1000
 
 
 class Block(NamedTuple):
-    """What a slot takes.
+    """What a slot takes."""
 
-    Attributes:
-        numbers: Of the samples, by cost, ascending.
-        costs: Of the same.
-        class_name: Their class.
-        meant_class: The class that the slot is meant for on all ranks: the one that the shared random number names by
-            the shared shares. A rank takes another one where its own pool had it so, see `stream_class`, or had too few
-            of that class.
-    """
-
-    numbers: list[int]
-    costs: list[float]
+    numbers: list[int]  # of the samples, by cost, ascending
+    costs: list[float]  # of the same
     class_name: Hashable
     meant_class: Hashable
+    """The class that the slot is meant for on all ranks: the one that the shared random number names by the shared
+    shares. A rank takes another one where its own pool had it so, see `stream_class`, or had too few of that class."""
 
     @property
     def missed(self) -> bool:
@@ -83,12 +76,10 @@ class _Samples:
 
 
 class SortedPool:
-    """The samples that one worker holds, sorted by cost.
+    """The samples that one worker holds under policy 'stream', sorted by cost.
 
-    Args:
-        settings: The pool's; of policy 'stream'. Without `reference` it aims at the quantiles of its own last costs, of
-            which it remembers `HISTORY` times its capacity; with `max_tokens` at a block's relative index alone.
-        worker: Number of the worker within its rank.
+    Without `reference` it aims at the quantiles of its own last costs, of which it remembers `HISTORY` times its
+    capacity; with `max_tokens` at a block's relative index alone.
     """
 
     def __init__(self, settings: PoolSettings, worker: int = 0) -> None:
@@ -117,12 +108,7 @@ class SortedPool:
         self._classes[class_name].insert(number, cost)
 
     def fill(self, costs: Array, class_names: Sequence[Hashable] | None = None) -> None:
-        """Let many samples into an empty pool at once, as `add` would one by one, numbered from 0.
-
-        Args:
-            costs: Shape `[samples]`, in the order in which they come.
-            class_names: Their classes; None for class None.
-        """
+        """Let many samples, `[samples]`, into an empty pool at once, as `add` would one by one, numbered from 0."""
         for name, samples in self._classes.items():
             numbers = np.arange(len(costs))
             if class_names is not None:
@@ -164,11 +150,9 @@ class SortedPool:
         return float(batch_shares(np.array(costs), self._budget, self._batch_size).sum())
 
     def take(self, slot: int, *, aim: bool = True) -> Block:
-        """Take the block of a slot out of the pool, which must not be empty.
+        """Take the block of a slot (0-based in this worker's stream) out of the pool, which must not be empty.
 
-        Args:
-            slot: 0-based number of the batch in this worker's stream.
-            aim: Whether to aim at a cost; not at the end of a finite stream, where a pool empties unevenly.
+        `aim` at a cost, but not at the end of a finite stream, where a pool empties unevenly.
         """
         u_class, u = slot_numbers(self.settings.seed, self.worker, slot)
         drawn, meant = self._draw_classes(u_class)
@@ -180,14 +164,10 @@ class SortedPool:
         return Block(samples.pop(start, stop), costs, taken, meant)
 
     def take_nearest(self, costs: Sequence[float], class_name: Hashable = None) -> tuple[list[int], Hashable]:
-        """Take samples in place of those that a slot had, as like them as the pool has.
+        """Take samples in place of those that a slot had, as like their `costs` (ascending) as the pool has.
 
-        Args:
-            costs: Of the slot's samples, ascending.
-            class_name: Their class; another one if the pool has none of it.
-
-        Returns:
-            The samples' numbers (none only if the pool is empty; within the budget, if there is one), and their class.
+        Returns their numbers (none only if the pool is empty; within the budget, if there is one), and their class:
+        another one if the pool has none of `class_name`.
         """
         if not self._classes[class_name]:
             class_name = self._largest_class(self._classes)

@@ -54,12 +54,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Window(Split):
-    """The split of some steps in a row.
-
-    Attributes:
-        first_step: Number of the first step.
-        last_step: Number of the last.
-    """
+    """The split of some steps in a row."""
 
     first_step: int
     last_step: int
@@ -70,13 +65,11 @@ class Summary(Split):
     """The split of all windows together: fractions are ratios of sums.
 
     Attributes:
-        steps: Steps analysed.
         micro_batches: Micro-batches of a step, on average.
         samples: Samples of a micro-batch, on average.
         ranks: The ranks, ascending.
         uneven: The ranks that stood out in more than half of the windows, of all or of the last (about
             `speed_fit.MEMORY`), with their mean factor over these.
-        padding: Share of the tokens that is padding.
         idle_compute: The idle fraction of compute alone, data left aside.
         idle_micro_batches: What that would be if the ranks met after every micro-batch.
         elsewhere: Share of the wall-clock time beyond the slowest rank's data and compute and the gradient exchange:
@@ -106,15 +99,9 @@ class Summary(Split):
 
 
 class CauseTracker:
-    """Split idle time by its cause, window by window; add chunks of records as they come.
+    """Split idle time by its cause, window by window of so many steps; add chunks of records as they come.
 
     The first step ever added is left out, for it contains the start-up. Which ranks stand out: see `RankSpeeds`.
-
-    Args:
-        window: Steps that are analysed together.
-
-    Raises:
-        ValueError: If `window` is less than 1; from `add`, if records have gaps or the ranks change.
     """
 
     def __init__(self, window: int = 50) -> None:
@@ -133,7 +120,10 @@ class CauseTracker:
         self._sums = {"seconds": np.zeros(5), "tokens": np.zeros(5)}
 
     def add(self, steps: Mapping[str, Array]) -> list[Window]:
-        """Add records; a step's micro-batches must come in one call. Returns the windows that this completes."""
+        """Add records; a step's micro-batches must come in one call. Returns the windows that this completes.
+
+        Raises `ValueError` if records have gaps or the ranks change.
+        """
         chunk = {name: np.array(steps[name], dtype=np.float64) for name in COLUMNS}
         if not len(chunk["step"]):
             return []
@@ -260,20 +250,11 @@ class CauseTracker:
 
 
 def _split(compute: Array, data: Array, step: Array, features: Array, speeds: WindowSpeeds) -> Array:
-    """Split the waiting of some steps by its cause.
+    """Split the waiting of some steps by its cause, into seconds `[total, idle, lengths, slow_rank, data]`.
 
     A step takes the slowest rank's compute and what data add, see `efficiency.data_seconds_lost`. Noise can even out
-    what the fits predict: then the predicted parts are scaled down to what was measured.
-
-    Args:
-        compute: Each rank's own, `[steps, ranks]`.
-        data: Each rank's waiting for data, `[steps, ranks]`.
-        step: Wall-clock seconds, `[steps, ranks]`, NaN where not measured.
-        features: Summed over the step's micro-batches, `[steps, ranks, 3]`.
-        speeds: The fits.
-
-    Returns:
-        Seconds `[total, idle, lengths, slow_rank, data]`.
+    what the fits predict: then the predicted parts are scaled down to what was measured. `compute`, `data` and `step`
+    are `[steps, ranks]`; `features` are summed over the step's micro-batches, `[steps, ranks, 3]`.
     """
     slowest = compute.max(axis=1)
     data_part = float(efficiency.data_seconds_lost(compute, data, step).sum())

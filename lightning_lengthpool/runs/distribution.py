@@ -24,21 +24,15 @@ _MOST = 500_000  # samples that are looked at
 
 
 class Difference(NamedTuple):
-    """How differently the ranks' lengths are distributed.
+    """How differently the ranks' lengths are distributed."""
 
-    Attributes:
-        floor: The idle fraction of the best order of each rank's samples: no pool can go below it.
-        chance: The same on average, if the samples are dealt to the ranks at random.
-        is_sure: Whether it is over a point more, and no chance.
-    """
-
-    floor: float
-    chance: float
-    is_sure: bool
+    floor: float  # the idle fraction of the best order of each rank's samples: no pool can go below it
+    chance: float  # the same on average, if the samples are dealt to the ranks at random
+    is_sure: bool  # whether it is over a point more, and no chance
 
     @property
     def excess(self) -> float:
-        """What the difference costs: `floor - chance`."""
+        """What the difference costs."""
         return self.floor - self.chance
 
 
@@ -49,12 +43,9 @@ def difference_of_ranks(costs: Sequence[Array]) -> Difference | None:
     leaves less: whatever the coupling of the ranks, `P(max <= x) <= min_r P(cost_r <= x)` (the upper bound of Hoeffding
     1940 and Frechet 1951), and sorted costs reach it at every x, so their expected maximum is the smallest.
 
-    A rank counts with as many samples, drawn at random, as the one that has the fewest. That the difference is no
-    chance is told by the ranks' mean quantiles among all samples (Kruskal and Wallis 1952), or by a floor that is far
-    beyond that of random deals.
-
-    Args:
-        costs: What each rank's samples cost, each sample once, in any order.
+    A rank counts with as many samples, drawn at random, as the one that has the fewest; each sample comes once, in any
+    order. That the difference is no chance is told by the ranks' mean quantiles among all samples (Kruskal and Wallis
+    1952), or by a floor that is far beyond that of random deals.
 
     Example:
         >>> lengths = np.random.default_rng(0).lognormal(6, 1, (2, 1000))
@@ -86,32 +77,20 @@ def floor_of(costs: ArrayLike) -> float:
 
 
 class Drift(NamedTuple):
-    """How much lengths change along their streams.
+    """How much lengths change along their streams."""
 
-    Attributes:
-        size: Standard deviation of the stretches' mean quantiles (from 0 to 1) beyond chance.
-        deviations: By how many standard deviations these vary more than by chance.
-        ratio: The mean lengths of two stretches of one stream, at most.
-    """
-
-    size: float
-    deviations: float
-    ratio: float
+    size: float  # standard deviation of the stretches' mean quantiles (from 0 to 1) beyond chance
+    deviations: float  # by how many standard deviations these vary more than by chance
+    ratio: float  # the mean lengths of two stretches of one stream, at most
 
 
 def drift_of(streams: Sequence[Array], stretch: int) -> Drift | None:
     """How much lengths change along streams, as a pool sees them, which sees one stretch at a time.
 
-    Each sample has its quantile among the lengths of its stream, and each stretch of L samples their mean. Of samples
-    in random order these means vary by `v / L`, where v is the variance of the quantiles; whether they vary more is
-    asked by a chi-squared test over all stretches.
-
-    Args:
-        streams: Lengths in the order in which they come.
-        stretch: L; half a stream where that is shorter.
-
-    Returns:
-        None without a stream that is long enough.
+    Each sample has its quantile among the lengths of its stream, and each stretch of L samples (half a stream where
+    that is shorter) their mean. Of samples in random order these means vary by `v / L`, where v is the variance of the
+    quantiles; whether they vary more is asked by a chi-squared test over all stretches. None without a stream that is
+    long enough.
     """
     total, freedom, excess, ratio = 0.0, 0, [0.0], 1.0
     long = [stream for stream in streams if len(stream) >= _FEW]
@@ -135,12 +114,7 @@ def drift_of(streams: Sequence[Array], stretch: int) -> Drift | None:
 def neighbour_correlation(values: ArrayLike, max_lag: int = 10) -> Array:
     """Pearson correlation of a series with itself `lag` steps later, to see whether an order is random over time.
 
-    Args:
-        values: One figure a step, `[steps]`.
-        max_lag: The largest lag.
-
-    Returns:
-        For lags 1 to `max_lag`, `[max_lag]`; NaN where fewer than two pairs are left or the values do not vary.
+    Given for lags 1 to `max_lag`, `[max_lag]`; NaN where fewer than two pairs are left or the values do not vary.
     """
     series = np.asarray(values, dtype=np.float64)
     result = np.full(max_lag, np.nan)

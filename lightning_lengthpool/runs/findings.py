@@ -42,19 +42,15 @@ def findings(
     settings: Mapping[str, Any] | None = None,
     difference: Difference | None = None,
 ) -> list[str]:
-    """Say why the ranks wait, the largest cause first, and what to do.
+    """Say why the ranks wait, the largest cause first, and what to do: plain sentences without a full stop.
 
     Args:
-        summary: What a `CauseTracker` has seen.
         hosts: The host of each rank, in the order of `summary.ranks`.
         lengths: For each rank the lengths of samples that it has seen, in tokens; without them no pool size can be
             recommended by its predicted effect.
         settings: The data module's, see `run_json.About`; empty for another one, which is taken to have no pool, and
             batches of as many samples as there were on average.
         difference: What `difference_in` says of these; None to ask it.
-
-    Returns:
-        Plain sentences without a full stop.
     """
     settings = settings or {}
     if math.isnan(summary.idle):
@@ -176,16 +172,10 @@ def _lengths_sentence(
 def choose_setting(
     summary: Summary, lengths: Sequence[Array], settings: Mapping[str, Any], is_iid: bool
 ) -> tuple[Chooser, Prediction]:
-    """The setting to recommend after a run, by the rule by which `advise` recommends one before it.
+    """The setting to recommend after a run, by the rule by which `advise` recommends one before it, and what chose it.
 
-    Args:
-        summary: For what a batch costs, and how many are accumulated.
-        lengths: Those from which each rank's samples are drawn.
-        settings: The run's, as for `findings`.
-        is_iid: Whether the ranks' lengths are distributed alike.
-
-    Returns:
-        What chose, and what was chosen.
+    `summary` tells what a batch costs and how many are accumulated; `is_iid`, whether the ranks' lengths are
+    distributed alike.
     """
     costs = lengths[0] if is_iid else np.concatenate(list(lengths))
     batch_size, max_tokens = _batch_size(summary, settings), settings.get("max_tokens")

@@ -58,12 +58,7 @@ class Run:
 
 
 def find_steps(path: str | Path) -> Path:
-    """Find the one `steps.csv` at or below a path.
-
-    Raises:
-        ValueError: If there is none, or several: the message says where it looked, or lists them. Also for a URL of
-            storage elsewhere.
-    """
+    """Find the one `steps.csv` at or below a path; raise `ValueError` if there is none, or several."""
     path = local_path(path, "the run")
     if path.is_file():
         return path
@@ -82,14 +77,10 @@ def find_steps(path: str | Path) -> Path:
 
 
 def load_run(path: str | Path) -> Run:
-    """Load a run.
+    """Load a run, of a `steps.csv` or a folder with one somewhere below it.
 
-    Args:
-        path: A `steps.csv`, or a folder with one somewhere below it.
-
-    Raises:
-        ValueError: If there is not exactly one, it is not a step record file or holds more than one run, it has less
-            than two steps yet, or `run.json` or `lengths.csv` beside it cannot be used.
+    Raises `ValueError` if there is not exactly one, it is not a step record file or holds more than one run, it has
+    less than two steps yet, or `run.json` or `lengths.csv` beside it cannot be used.
     """
     file = find_steps(path)
     steps = read_steps(file)
@@ -136,15 +127,10 @@ def load_run(path: str | Path) -> Run:
 
 
 def fit_of(path: str | Path, name: str) -> Fit:
-    """Fit a run's typical rank: what a micro-batch takes by its cost.
+    """Fit a run's typical rank: what a micro-batch takes by its cost. The path is as for `load_run`.
 
-    Args:
-        path: A `steps.csv`, or a folder with one somewhere below it.
-        name: Of the one who asks, for messages.
-
-    Raises:
-        ValueError: If there is not exactly one such file, its run has no measured compute, fewer than 20 measured
-            micro-batches, or a time that hardly grows with tokens, as when all batches are of one size.
+    Raises `ValueError`, beginning with `name` (of the one who asks), if the run has no measured compute, fewer than 20
+    measured micro-batches, or a time that hardly grows with tokens, as when all batches are of one size.
     """
     file = find_steps(path)
     steps = read_steps(file)

@@ -26,17 +26,11 @@ class About:
 
 
 def write_about(folder: Path, about: About) -> None:
-    """Write the file."""
     (folder / NAME).write_text(json.dumps(asdict(about)) + "\n", encoding="utf-8")
 
 
 def read_about(folder: Path) -> About:
-    """Read the file; an empty `About` if there is none.
-
-    Raises:
-        ValueError: If it is not JSON, or a value is of another type; the message names the file, the key, the value
-            and the way out.
-    """
+    """Read the file; an empty `About` if there is none. Raises `ValueError` if its content is not as expected."""
     path = folder / NAME
     if not path.is_file():
         return About()

@@ -26,17 +26,11 @@ _OF_DEVIATION = 1.4826  # standard deviation of a normal distribution / its medi
 
 @dataclass(frozen=True)
 class Fit:
-    """Seconds of one micro-batch: `a + b * (padded + padded * longest / k)`.
+    """Seconds of one micro-batch: `a + b * (padded + padded * longest / k)`."""
 
-    Attributes:
-        a: Seconds of a micro-batch of no tokens.
-        b: Seconds per token.
-        k: Length in tokens at which attention costs as much as all else; infinite if no curve was seen.
-    """
-
-    a: float
-    b: float
-    k: float
+    a: float  # seconds of a micro-batch of no tokens
+    b: float  # seconds per token
+    k: float  # length in tokens at which attention costs as much as all else; infinite if no curve was seen
 
     def seconds(self, padded: ArrayLike, longest: ArrayLike) -> Array:
         """Seconds of micro-batches of `padded` tokens whose longest sample has `longest`; any one shape."""
@@ -45,17 +39,11 @@ class Fit:
 
 
 class RankFits(NamedTuple):
-    """Fits of all ranks.
+    """Fits of all ranks."""
 
-    Attributes:
-        theta: Coefficients of the features, `[ranks, 3]`.
-        k: See `Fit`; shared by all ranks.
-        noise: Relative, of one micro-batch, `[ranks]`.
-    """
-
-    theta: Array
-    k: float
-    noise: Array
+    theta: Array  # coefficients of the features, `[ranks, 3]`
+    k: float  # see `Fit`; shared by all ranks
+    noise: Array  # relative, of one micro-batch, `[ranks]`
 
 
 def robust_moments(x: Array, seconds: Array) -> tuple[Array, Array, RankFits]:
@@ -102,11 +90,8 @@ def robust_moments(x: Array, seconds: Array) -> tuple[Array, Array, RankFits]:
 
 
 def solve(gram: Array, weight: Array) -> RankFits:
-    """Each rank's fit, with the k that suits all of them best.
-
-    Args:
-        gram: Moments of (1, padded, padded * longest, seconds), `[ranks, 4, 4]`.
-        weight: Observations of each rank, `[ranks]`.
+    """Each rank's fit, with the k that suits all of them best, from moments `[ranks, 4, 4]` of (features, seconds) and
+    the observations of each rank, `[ranks]`.
     """
     count, straight = float(weight.sum()), _best_of(np.array([np.inf]), gram, weight)
     pooled = gram.sum(axis=0)
@@ -131,14 +116,9 @@ def _best_of(grid: Array, gram: Array, weight: Array) -> tuple[float, RankFits]:
 
 
 def least_squares(gram: Array, k: Array | np.float64) -> tuple[Array, Array]:
-    """Fit `a + b * (padded + padded * longest / k)` from moments, in closed form.
+    """Fit `a + b * (padded + padded * longest / k)` from moments `[..., 4, 4]`, in closed form; k broadcasts.
 
-    Args:
-        gram: `[..., 4, 4]`.
-        k: Broadcasts against the leading dimensions.
-
-    Returns:
-        theta `[..., 3]` on the features (1, padded, padded * longest), and the residual sum of squares `[...]`.
+    Returns theta `[..., 3]` on the features (1, padded, padded * longest), and the residual sum of squares `[...]`.
     """
     per_k = 1.0 / k
     g = np.moveaxis(gram, (-2, -1), (0, 1))
@@ -164,23 +144,14 @@ def lower_median(values: Array) -> Any:
 
 
 class WindowSpeeds(NamedTuple):
-    """How fast the ranks are in a window; `theta` are coefficients of the features.
+    """How fast the ranks are in a window; theta are coefficients of the features."""
 
-    Attributes:
-        running: The fits of about the last `MEMORY` windows.
-        of_window: theta of this window alone, `[ranks, 3]`.
-        reference: theta of the typical rank, `[3]`.
-        pace: The typical rank's time in this window, as a multiple of what `reference` says.
-        factor: Each rank's time for equal cost, as a multiple of the typical one's.
-        stands_out: Whether a rank is slow or fast beyond chance.
-    """
-
-    running: RankFits
-    of_window: Array
-    reference: Array
-    pace: float
-    factor: Array
-    stands_out: NDArray[np.bool_]
+    running: RankFits  # of about the last `MEMORY` windows
+    of_window: Array  # theta of this window alone, `[ranks, 3]`
+    reference: Array  # theta of the typical rank, `[3]`
+    pace: float  # the typical rank's time in this window, as a multiple of what `reference` says
+    factor: Array  # each rank's time for equal cost, as a multiple of the typical one's
+    stands_out: NDArray[np.bool_]  # whether a rank is slow or fast beyond chance
 
 
 class RankSpeeds:
@@ -193,9 +164,6 @@ class RankSpeeds:
     A rank stands out in a window if for equal cost the running fit puts it at `SLOW_RANK_FACTOR` times the (lower)
     median rank or more, or as much below it, beyond `SLOW_STANDARD_ERRORS`, and the window's own fit confirms it; or if
     the own fits of two windows in a row do.
-
-    Args:
-        ranks: How many there are.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -210,9 +178,7 @@ class RankSpeeds:
     def learn(self, features: Array, seconds: Array) -> WindowSpeeds:
         """Fit a window, add its moments to the running ones, and return what these show now.
 
-        Args:
-            features: `[micro-batches, ranks, 3]`.
-            seconds: `[micro-batches, ranks]`, NaN where not measured.
+        Features are `[micro-batches, ranks, 3]`, seconds `[micro-batches, ranks]`, NaN where not measured.
         """
         measured = np.isfinite(seconds)
         x = np.ascontiguousarray((features * measured[..., None]).transpose(1, 0, 2))
@@ -261,10 +227,7 @@ class RankSpeeds:
 def _sides(factor: Array, noise: Array, weight: Array) -> Array:
     """Tell for each rank whether it is slow (1), fast (-1) or neither (0), beyond what noise explains.
 
-    Args:
-        factor: Its time for equal cost, as a multiple of the typical rank's.
-        noise: Relative, of one micro-batch.
-        weight: Number of micro-batches.
+    `factor` is its time for equal cost, as a multiple of the typical rank's; `weight` its number of micro-batches.
     """
     error = noise / np.sqrt(weight)
     certain = np.abs(factor - 1) > SLOW_STANDARD_ERRORS * np.hypot(factor * error, lower_median(error))

@@ -20,18 +20,13 @@ Indices = NDArray[np.int64]
 class Case:
     """What is predicted.
 
-    Args:
-        settings: The pool's and the batches'. A simulation is of full pools, so `warmup` plays no part, and `reference`
-            is the known lengths, see `has_reference`.
-        world_size: Data-parallel ranks.
-        accumulate: Micro-batches of a step.
-        has_reference: Whether all ranks aim at the lengths that are known; only with policy 'stream'.
+    A simulation is of full pools, so `warmup` plays no part, and `reference` is the known lengths, see `has_reference`.
     """
 
     settings: PoolSettings
-    world_size: int
-    accumulate: int = 1
-    has_reference: bool = False
+    world_size: int  # data-parallel ranks
+    accumulate: int = 1  # micro-batches of a step
+    has_reference: bool = False  # whether all ranks aim at the lengths that are known; only with policy 'stream'
 
     @property
     def policy(self) -> str:
@@ -52,10 +47,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Samples of a data set.
+    """Samples of a data set, each known rank's.
 
     Args:
-        by_rank: Each known rank's lengths, in tokens.
+        by_rank: Lengths in tokens.
         is_iid: Whether they are distributed alike: then every rank draws from all of them. Else a rank draws from one
             known rank's lengths, and where there are to be more ranks than are known, these are taken in turn.
         costs: Each sample's cost, where that is not its length.
@@ -71,23 +66,15 @@ class Lengths:
 
 
 class Job(NamedTuple):
-    """Some ranks of a case to be simulated.
-
-    Attributes:
-        case: The case.
-        columns: Which known rank each is like; 0 if all are of one distribution.
-        batches: Micro-batches of each rank.
-        first: Number of its first rank; below 0 for a job with resampled lengths.
-    """
+    """Some ranks of a case to be simulated."""
 
     case: Case
-    columns: tuple[int, ...]
-    batches: int
-    first: int
+    columns: tuple[int, ...]  # which known rank each is like; 0 if all are of one distribution
+    batches: int  # micro-batches of each rank
+    first: int  # number of its first rank; below 0 for a job with resampled lengths
 
     @property
     def seed(self) -> tuple[int, int]:
-        """Of its draws."""
         return abs(self.case.settings.seed), abs(self.first)
 
     @property
@@ -102,17 +89,11 @@ class Job(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """What some ranks train on.
+    """What some ranks train on."""
 
-    Attributes:
-        chosen: Samples in a row, rank after rank, as indices into the table.
-        samples: Of each batch, `[ranks, batches]`.
-        lengths: In place of the table's, if they were resampled.
-    """
-
-    chosen: NDArray[np.int32]
-    samples: Indices
-    lengths: Array | None = None
+    chosen: NDArray[np.int32]  # samples in a row, rank after rank, as indices into the table
+    samples: Indices  # of each batch, `[ranks, batches]`
+    lengths: Array | None = None  # in place of the table's, if they were resampled
 
     @property
     def starts(self) -> Indices:
@@ -166,7 +147,6 @@ class Table:
         return np.concatenate([np.sort(rng.integers(start, stop, size=stop - start)) for start, stop in strata])
 
     def run(self, job: Job) -> Replay:
-        """Simulate some ranks."""
         lengths, costs = self.lengths, self._costs
         if job.first < 0:
             indices = self.resampled(np.random.default_rng(job.seed))

@@ -21,7 +21,6 @@ _LARGE = 3000  # a larger pool hardly needs reference lengths
 
 
 def waste(prediction: Prediction) -> float:
-    """Idle and padding in one number, see `efficiency.waste`."""
     return efficiency.waste(prediction.idle.mean, prediction.padding.mean)
 
 
@@ -48,17 +47,14 @@ def sizes_to_try(
     rank_samples: int | None = None,
     room: float | None = None,
 ) -> list[int]:
-    """Pool sizes of at least a batch: those that are wanted, and the largest that is possible.
+    """Pool sizes of at least a batch, ascending, one or more: those that are wanted, and the largest that is possible.
 
     Args:
-        wanted: Pool sizes; 0 for no pool is left out.
+        wanted: 0 for no pool is left out.
         batch: Samples of a batch.
         pools: Pools of a rank.
         rank_samples: Samples of the data set that fall to a rank; None if that is not known.
         room: Samples of a pool for which there is memory; None if that is not known.
-
-    Returns:
-        One or more, ascending.
     """
     least = max(1, math.ceil(batch))
     sizes = {size for size in wanted if size >= least}
@@ -74,11 +70,9 @@ def sizes_to_try(
 def cases_to_try(
     with_pool: Callable[[str, int], Case], sizes: Collection[int], *, needs_stream: bool, may_refer: bool
 ) -> list[Case]:
-    """The settings to predict, policy by policy and by ascending pool size.
+    """The settings to predict, policy by policy and by ascending pool size; `with_pool` makes each.
 
     Args:
-        with_pool: Of a policy and a pool size: the setting with that pool.
-        sizes: Pool sizes.
         needs_stream: Whether other settings go with policy 'stream' alone.
         may_refer: Whether 'stream' is tried with reference lengths as well, if it has none.
     """
@@ -100,22 +94,14 @@ class Chooser:
     A change must save at least `worth`: another policy, a file of reference lengths, and each tripling of the pool each
     count as one. The least of `waste + worth x changes` wins, of the settings that are possible; today's stays if they
     save less than that together. No pool is chosen if none saves two points.
-
-    Args:
-        today: The prediction for today's setting.
-        baseline: That without a pool.
-        needs_stream: Whether other settings go with policy 'stream' alone.
-        pools: Pools of a rank.
-        rank_samples: Samples of the data set that fall to a rank; None if that is not known.
-        fits: Whether a setting's pools fit into memory, as far as is known.
     """
 
     today: Prediction
-    baseline: Prediction
-    needs_stream: bool = False
-    pools: int = 1
-    rank_samples: int | None = None
-    fits: Callable[[Case], bool] = lambda case: True
+    baseline: Prediction  # without a pool
+    needs_stream: bool = False  # whether other settings go with policy 'stream' alone
+    pools: int = 1  # of a rank
+    rank_samples: int | None = None  # samples of the data set that fall to a rank; None if that is not known
+    fits: Callable[[Case], bool] = lambda case: True  # whether a setting's pools fit into memory, as far as is known
 
     @property
     def worth(self) -> float:
@@ -148,10 +134,6 @@ class Chooser:
 
         Of one policy a larger pool wastes no more than a smaller one, and of three times the size hardly less than half
         as much. So what was predicted bounds the rest.
-
-        Args:
-            cases: As `cases_to_try` returns them.
-            predict: Of one case.
         """
         possible = [case for case in cases if self.is_possible(case)]
         smallest = min((case.settings.pool_size for case in possible), default=1)

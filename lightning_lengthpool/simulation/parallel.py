@@ -24,21 +24,13 @@ def spread(
 ) -> Iterator[tuple[int, Result]]:
     """Compute `function(job)` for each job, in as many processes as there are CPU cores for this one.
 
+    Yields the number of a job and its (pickled) result, as they are done, in no certain order. `seconds` is about how
+    long each job takes.
+
     A forked process inherits function and jobs, so it is no matter whether the main module can be imported; it must not
     use what other threads of this process may hold locked, so plain Python and NumPy, but no torch. One that ends
-    early is an error, and if this process ends, so do they. Without a second core, or within a process that may have no
-    children, all is computed here.
-
-    Args:
-        function: Of a job; its result is pickled.
-        jobs: The arguments.
-        seconds: About how long each job takes.
-
-    Yields:
-        The number of a job and its result, as they are done, in no certain order.
-
-    Raises:
-        RuntimeError: If a process ends without its results. What `function` raises is raised here.
+    early is a `RuntimeError`, and if this process ends, so do they. What `function` raises is raised here. Without a
+    second core, or within a process that may have no children, all is computed here.
     """
     cores = min(len(os.sched_getaffinity(0)), len(jobs))
     if cores < 2 or sum(seconds) < WORTH or multiprocessing.current_process().daemon:
@@ -84,7 +76,6 @@ class _ForkContext(ForkContext):
 
 
 def _start(call: Callable[[int], Any]) -> None:
-    """Prepare a worker process."""
     global _call
     _call = call
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends these

@@ -28,17 +28,10 @@ _RESAMPLED, _RESAMPLED_RANKS, _RESAMPLED_STEPS = 12, 16, 150  # simulations of r
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a case would waste, by the formulas of `ordering.efficiency`.
-
-    Attributes:
-        case: The setting.
-        idle: The idle fraction: of seconds if there is a fit, else of padded tokens.
-        padding: The padding fraction.
-        useful: The useful fraction, of tokens.
-    """
+    """What a case would waste, by the formulas of `ordering.efficiency`."""
 
     case: Case
-    idle: Interval
+    idle: Interval  # of seconds if there is a fit, else of padded tokens
     padding: Interval
     useful: Interval
 
@@ -51,7 +44,7 @@ def predict(
     steps: int = 1000,
     progress: Callable[[int], None] | None = None,
 ) -> list[Prediction]:
-    """Predict what each case would waste in its first steps.
+    """Predict what each case would waste in its first steps, in the order of the cases.
 
     An interval covers two sources of error. That few lengths are known is shown by the bootstrap (Efron 1979,
     "Bootstrap methods: another look at the jackknife"), here of the lengths of each rank and class, or of all ranks if
@@ -70,17 +63,8 @@ def predict(
     seeded by the seed of each case's settings.
 
     Args:
-        lengths: What is known of the data set.
-        cases: The settings.
         seconds: What a micro-batch costs, from its padded tokens and its longest sample; None for the padded tokens.
-        steps: Steps that are simulated.
         progress: Called with the number of cases that are done, now and then.
-
-    Returns:
-        One prediction a case, in their order.
-
-    Raises:
-        ValueError: If a case or the lengths are out of their range; the message names what is.
     """
     for case in cases:
         for name in ("world_size", "accumulate"):

@@ -24,11 +24,7 @@ _REFERENCE = 5000  # lengths of a reference
 def predict_quickly(lengths: Sequence[Array], case: Case, batch: float, seconds: Seconds | None = None) -> Prediction:
     """Predict what a case would waste, by a short simulation; its intervals are of no width.
 
-    Args:
-        lengths: For each rank the lengths from which its samples are drawn.
-        case: The setting.
-        batch: Samples of a batch, about.
-        seconds: As for `predict`.
+    For each rank `lengths` are those from which its samples are drawn; `batch` is about how many samples a batch has.
     """
     ranks, micro_batches, slots = len(lengths), case.accumulate, None
     samples_per_step = max(1, round(batch)) * micro_batches

@@ -24,26 +24,17 @@ Indices = NDArray[np.int64]
 
 
 class Simulation(NamedTuple):
-    """What each rank would train on, batch by batch; all but `chosen` of shape `[steps, ranks]`.
-
-    Attributes:
-        tokens: Real tokens.
-        padded: Tokens with each sample padded to the longest.
-        longest: The longest sample.
-        samples: How many there are.
-        classes: Which class they are of, 0 without classes.
-        missed: Whether that is another class than the slot is meant for on all ranks, see `sorted_pool.Block`.
-        chosen: For each rank the samples of its batches in a row, as indices into its lengths (with several workers,
-            into their lengths one after the other).
-    """
+    """What each rank would train on, batch by batch; all but `chosen` of shape `[steps, ranks]`."""
 
     tokens: Array
-    padded: Array
-    longest: Array
-    samples: Indices
-    classes: Indices
-    missed: NDArray[np.bool_]
+    padded: Array  # tokens with each sample padded to the longest
+    longest: Array  # the longest sample
+    samples: Indices  # how many there are
+    classes: Indices  # which class they are of, 0 without classes
+    missed: NDArray[np.bool_]  # whether the slot is meant for another class on all ranks, see `sorted_pool.Block`
     chosen: tuple[Indices, ...]
+    """For each rank the samples of its batches in a row, as indices into its lengths (with several workers, into their
+    lengths one after the other)."""
 
 
 def simulate(
@@ -67,29 +58,22 @@ def simulate(
     it matters where a run is to be replayed batch by batch.
 
     There are three ways to read: by default samples are drawn at random with replacement, without end; with `is_cycle`
-    they come in their order, around and around; and with `steps=None` in their order and once. The last replays a run,
-    if the lengths are those of the samples in the order in which they come to each pool: as far as batches follow from
-    them, for training reads an endless stream and never empties a pool. Samples that training would leave out
-    (over_budget 'drop') must not be among them.
+    they come in their order, around and around, as over epochs; and with `steps=None` in their order and once. The last
+    replays a run, if the lengths are those of the samples in the order in which they come to each pool: as far as
+    batches follow from them, for training reads an endless stream and never empties a pool. Samples that training would
+    leave out (over_budget 'drop') must not be among them.
 
     Args:
         lengths: For each rank the lengths of its samples, in tokens. With several workers for each worker of each
             rank: `lengths[rank * workers + worker]`.
-        settings: The pool's and the batches'. Of its functions none is asked: samples are their lengths and costs here.
-        steps: Batches of each rank; None for as many as the streams make, read once.
-        rng_seed: Seed of the draws.
-        workers: Workers of a rank.
+        settings: Of its functions none is asked: samples are their lengths and costs here.
+        steps: Batches of each rank; None for as many as the streams make.
         costs: What the samples cost, as `lengths`: pools sort and fill batches by it. None for their lengths.
         classes: The class of each sample, as `lengths`; a batch then holds one class. Its index in
             `settings.class_shares`, or without these any number from 0: each class then has the share of the batches
             that it has of those that all samples make. For 'stream' only.
-        is_cycle: Whether samples come in their order, around and around, as over epochs.
         slots: The slots whose random numbers the batches of each worker take, as many as it makes; for 'stream' only.
             By default 0, 1, 2, ..., as in training.
-
-    Raises:
-        ValueError: If an argument is out of its range, or streams that are read once are too short for a batch; the
-            message names it.
 
     Example:
         >>> simulate([np.array([5.0])] * 2, PoolSettings(batch_size=3, pool_size=10), steps=1).padded.tolist()

@@ -21,19 +21,12 @@ _CHUNK = 4096  # samples that a stream is read ahead
 
 
 class Batches(NamedTuple):
-    """Those of one stream.
+    """Those of one stream; all but `chosen` of shape `[batches]`."""
 
-    Attributes:
-        chosen: Their samples in a row, as indices into the stream's lengths.
-        samples: How many of them each batch has; like the others of shape `[batches]`.
-        classes: The number of the class of each.
-        missed: Whether that is another class than the slot is meant for on all ranks.
-    """
-
-    chosen: Indices
-    samples: Indices
-    classes: Indices
-    missed: NDArray[np.bool_]
+    chosen: Indices  # their samples in a row, as indices into the stream's lengths
+    samples: Indices  # how many of them each batch has
+    classes: Indices  # the number of the class of each
+    missed: NDArray[np.bool_]  # whether that is another class than the slot is meant for on all ranks
 
 
 def source_of(size: int, rng: np.random.Generator | None, is_endless: bool) -> Source:
@@ -107,13 +100,10 @@ def stream_batches(
     batches: int | None,
     slots: Sequence[int] | None,
 ) -> Batches:
-    """The batches of a pool that stays full: as many samples come in as leave.
+    """The batches of a pool (an empty one) that stays full: as many samples come in as leave.
 
     Args:
-        pool: An empty one.
-        costs: Of the stream's samples.
-        classes: Of the same, as indices into the pool's `class_shares`; None without classes.
-        source: What is read.
+        classes: Of the stream's samples, as indices into the pool's `class_shares`; None without classes.
         batches: How many are made; None to the stream's end.
         slots: The slots that they take; None for 0, 1, 2, ...
     """

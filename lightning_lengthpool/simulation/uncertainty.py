@@ -38,14 +38,7 @@ class Interval(NamedTuple):
 
 
 class Scored:
-    """What simulated ranks train on.
-
-    Args:
-        table: The lengths.
-        replay: What was simulated.
-        accumulate: Micro-batches of a step.
-        seconds: As for `predict`.
-        blocks: Pieces in time whose figures are taken to be independent.
+    """What simulated ranks train on, in pieces in time (`blocks`) whose figures are taken to be independent.
 
     Attributes:
         longest: The longest sample of each micro-batch, as an index into the table, `[batches, ranks]`.
@@ -109,12 +102,7 @@ class Scored:
 
 
 class Bootstrap:
-    """Lengths drawn from the lengths, again and again.
-
-    Args:
-        table: The lengths.
-        seconds: As for `predict`.
-    """
+    """Lengths drawn from the lengths, again and again."""
 
     def __init__(self, table: Table, seconds: Seconds | None) -> None:
         self._table, self._seconds = table, seconds

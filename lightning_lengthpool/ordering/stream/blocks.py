@@ -25,13 +25,10 @@ POOL_WEIGHT_ALONE = 0.5
 
 
 def stream_draw(seed: int, worker: int, slot: int) -> random.Random:
-    """The random sequence of one slot, the same on all ranks.
+    """The random sequence of one slot (0-based in a worker's stream), the same on all ranks.
 
-    Args:
-        seed: The seed that all ranks share.
-        worker: Number of the worker within its rank: batch i of a rank comes from worker `i % workers`, so workers that
-            shared a sequence would make neighbouring batches alike.
-        slot: 0-based number of the batch in this worker's stream.
+    Each worker has its own, for batch i of a rank comes from worker `i % workers`: workers that shared a sequence would
+    make neighbouring batches alike.
     """
     return random.Random(f"{seed}/{worker}/{slot}")  # a string is hashed: neighbouring slots have nothing in common
 
@@ -58,18 +55,14 @@ def even_slots(seed: int, count: int) -> tuple[int, ...]:
 
 
 def stream_block(costs: Sequence[float], u: float, batch_size: int) -> tuple[int, int]:
-    """Name the block of a sorted pool that leaves as the next batch.
+    """Name the block of a sorted pool that leaves as the next batch, as a slice `(start, stop)` of `costs`.
 
     The pool is cut into blocks of `batch_size`, and of its `n` samples the block leaves that holds number `u n`: so
-    every sample is as likely to leave, long or short.
+    every sample is as likely to leave, long or short. A pool of fewer samples leaves as a whole.
 
     Args:
-        costs: Of the pool's samples, ascending, at least one.
+        costs: Ascending, at least one.
         u: Shared random number in [0, 1).
-        batch_size: Samples of a batch; a pool that holds fewer leaves as a whole.
-
-    Returns:
-        The block as a slice `(start, stop)` of `costs`, of `batch_size` samples wherever the pool has as many.
     """
     n = len(costs)
     size = min(batch_size, n)
@@ -83,10 +76,6 @@ def top_quantile(u: float, blocks: int) -> float:
 
     All ranks cut the same quantiles, not their own samples, into blocks: so the blocks agree, and those at both ends
     are as likely as the others.
-
-    Args:
-        u: Shared random number in [0, 1).
-        blocks: How many a pool has.
     """
     return (math.floor(u * blocks) + 1) / blocks
 
@@ -100,13 +89,9 @@ def aimed_block(
     what the ranks should agree on. The last term keeps a pool from filling up with what the target misses.
 
     Args:
-        costs: As for `stream_block`, as is `batch_size`.
         top: The quantile that the block's most expensive sample is to have, see `top_quantile`.
         target: The cost of that quantile, of costs that all ranks share or at least know alike.
         pool_weight: 0 follows the target alone, 1 the pool alone.
-
-    Returns:
-        As `stream_block`.
     """
     n = len(costs)
     size = min(batch_size, n)
@@ -130,19 +115,16 @@ def nearest_index(costs: Sequence[float], wanted: float) -> int:
 
 
 def stream_class(shares: Sequence[float], held: Sequence[float], u: float) -> int:
-    """Name the class that the next batch is drawn from.
+    """Name the class that the next batch is drawn from, by its index in `shares`.
 
     All ranks draw from about the same probabilities, so that (nearly) all take the same class, corrected a little
     towards what this rank's pool holds, so that over time each class leaves as it comes:
-    `p = shares + POOL_WEIGHT (held - shares)`.
+    `p = shares + POOL_WEIGHT (held - shares)`. This rank's pool may have none of it.
 
     Args:
         shares: Share of each class's batches that all ranks expect, adding up to 1.
         held: The same of this rank's pool.
         u: Shared random number in [0, 1).
-
-    Returns:
-        The index of a class, in the order of `shares`; this rank's pool may have none of it.
     """
     cumulative = 0.0
     for index, (share, of_pool) in enumerate(zip(shares, held, strict=True)):

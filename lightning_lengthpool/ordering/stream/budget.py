@@ -11,17 +11,10 @@ Array = NDArray[np.float64]
 
 
 def batch_shares(costs: Array, budget: float, batch_size: int | None = None) -> Array:
-    """The share of a batch that each sample takes up, if a batch of samples like it may cost `budget`.
+    """The share of a batch that each sample takes up, if a batch of samples like it may cost `budget`, `[samples]`.
 
-    Their sum says about how many batches the samples make.
-
-    Args:
-        costs: Of samples, shape `[samples]`. One that costs nothing counts one token here.
-        budget: What a batch may cost, above 0; a more expensive sample takes up a whole batch.
-        batch_size: Samples of a batch at most; None for no limit.
-
-    Returns:
-        Shape `[samples]`, each above 0 and at most 1.
+    Their sum says about how many batches the samples make. Each is above 0 and at most 1: a sample that costs more than
+    the budget takes up a whole batch, and one that costs nothing counts one token.
     """
     most = max(1, len(costs)) if batch_size is None else batch_size
     with np.errstate(over="ignore"):
@@ -37,23 +30,19 @@ def budget_block(
     is_padded: bool = True,
     pool_weight: float = POOL_WEIGHT,
 ) -> tuple[int, int]:
-    """Name a block of a sorted pool that fills a budget, whatever the samples' own costs.
+    """Name a block of a sorted pool that fills a budget, as a slice `(start, stop)` of `costs`.
 
     The shared random number is a quantile of cumulative `batch_shares`, and the batch is filled downward from the
     sample there. Expensive samples are named more often and make small batches, so every sample is as likely to leave.
     Where the cheapest samples do not fill the budget, the batch takes more expensive ones.
 
     Args:
-        costs: Of the pool's samples, ascending, at least one, shape `[samples]`.
+        costs: Ascending, at least one, `[samples]`.
         u: Shared random number in [0, 1).
         budget: What a batch costs at most; a more expensive sample is a batch of its own.
         batch_size: Samples of a batch at most; None for no limit.
-        target: As for `aimed_block`; the quantile is then the u-quantile of cumulative shares.
+        target: As for `aimed_block`, as is `pool_weight`; the quantile is then the u-quantile of cumulative shares.
         is_padded: Whether a batch costs its samples times the most expensive of them; else the sum of their costs.
-        pool_weight: As for `aimed_block`.
-
-    Returns:
-        The block as a slice `(start, stop)` of `costs`.
     """
     top = _index_at_share(batch_shares(costs, budget, batch_size), u)
     if target is not None:
@@ -66,15 +55,7 @@ def fill_budget(
 ) -> tuple[int, int]:
     """Fill a budget downward from the sample `top`, and upward where there is nothing cheaper left.
 
-    Args:
-        costs: Of the pool's samples, ascending, shape `[samples]`. One that costs nothing counts one token here.
-        top: The index of the most expensive sample.
-        budget: As for `budget_block`, as are the other arguments.
-        batch_size: Samples of a batch at most; None for no limit.
-        is_padded: Whether a batch costs its samples times the most expensive of them.
-
-    Returns:
-        The block as a slice `(start, stop)` of `costs`.
+    Arguments and result are as for `budget_block`; a sample that costs nothing counts one token.
     """
     most = len(costs) if batch_size is None else batch_size
     costs = _counted(costs)

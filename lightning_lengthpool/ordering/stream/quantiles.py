@@ -14,13 +14,7 @@ _RENEWALS = 32  # of a history's quantiles, while all of it is replaced
 
 
 class Quantiles:
-    """Quantiles of costs; with a budget of the batches that they make.
-
-    Args:
-        costs: In any order.
-        budget: Of a batch; None for batches of a fixed size.
-        batch_size: Samples of a batch; with a budget, at most.
-    """
+    """Quantiles of costs; with a budget of the batches that they make, of at most `batch_size` samples."""
 
     def __init__(self, costs: Array, budget: float | None = None, batch_size: int | None = None) -> None:
         self._costs = np.sort(costs)
@@ -40,13 +34,9 @@ class Quantiles:
 class History:
     """The costs of one class that came in last, and their quantiles, renewed now and then, for sorting takes time.
 
-    Args:
-        size: How many costs.
-
     Attributes:
         recent: The costs in the order in which they came: up to `size` for the quantiles, then those that came since.
         since: How many of the last ones the quantiles do not know yet.
-        quantiles: What to aim at.
     """
 
     def __init__(self, size: int) -> None:
@@ -65,7 +55,6 @@ class History:
         self.restore(costs[max(0, len(costs) - self._size - since) :].tolist(), since)
 
     def add(self, cost: float) -> None:
-        """Remember a cost."""
         self.recent.append(cost)
         self.since += 1
         if self.since == min(self._every, len(self.recent)):

@@ -30,15 +30,8 @@ SUMMARY = (
 def by_step(steps: Mapping[str, Array]) -> dict[str, Array]:
     """Sum the micro-batches of each step: what lies between two gradient reductions counts as one.
 
-    Args:
-        steps: Records, sorted by step, micro-batch and rank.
-
-    Returns:
-        `step`, shape `[steps]`, `rank`, shape `[ranks]`, and all other columns but `longest`, shape `[steps,
-        ranks]`. A sum with a NaN in it is NaN.
-
-    Raises:
-        ValueError: If not every micro-batch has one row for each rank.
+    Returns `step`, shape `[steps]`, `rank`, shape `[ranks]`, and all other columns but `longest`, shape `[steps,
+    ranks]`. A sum with a NaN in it is NaN. Raises `ValueError` if not every micro-batch has one row for each rank.
     """
     ranks = np.unique(steps["rank"])
     rows, width = len(steps["rank"]), max(len(ranks), 1)
@@ -93,16 +86,13 @@ class RunTotals:
         self._timed["seconds"] += float(table["step_seconds"][first:].max(axis=1).sum())
 
     def summary(self) -> dict[str, Any]:
-        """The figures of the run so far.
+        """The figures of the run so far; NaN where nothing was measured.
 
-        Returns:
-            `steps` and `compute_steps` (steps in which every rank's compute was measured; the other steps are
-            left out of the compute figures), the fractions `idle_fraction_compute`, `idle_fraction_tokens`,
-            `padding_fraction`, `useful_fraction`; `tokens_per_second` (all ranks) and `seconds_per_step`,
-            both without the first step; `seconds_to_first_batch`; `data_wait_seconds`, the sum over steps of
-            the longest wait for data; `misses`, the batches of all ranks that are not of the class that was meant;
-            and `ranks`, for each rank a dict of its sums and its `idle_fraction`.
-            NaN where nothing was measured.
+        They are `steps`, those in `SUMMARY`, and more. `compute_steps` are steps in which every rank's compute was
+        measured; the other steps are left out of the compute figures. `tokens_per_second` (all ranks) and
+        `seconds_per_step` leave out the first step. `data_wait_seconds` is the sum over steps of the longest wait for
+        data, `misses` the batches of all ranks that are not of the class that was meant; `ranks` has for each rank a
+        dict of its sums and its `idle_fraction`.
         """
         if self._ranks is None:
             return dict.fromkeys(SUMMARY, np.nan) | {"steps": 0, "compute_steps": 0, "misses": 0, "ranks": []}

@@ -41,18 +41,11 @@ class StepsFile:
     file begins with a copy of the rows that it keeps, which takes the path; then `append` of the first raises
     `TakenError`, and `move` brings its own rows elsewhere.
 
-    A file that would grow beyond `max_rows` is thinned: it keeps every second block of `BLOCK` steps, later every
-    fourth, and so on (step `s` stays if `s // BLOCK` is a multiple of 2, 4, ...), and from then on the other blocks are
-    not written. If even `BLOCK` steps have more rows than `max_rows`, only the first steps that fit are kept. The rows
-    already there are streamed, never held in memory.
-
-    Args:
-        path: The file. Its folder is made if it does not exist.
-        max_rows: Rows that the file may have; None for no limit. Default one million, about 60 MB. A file that
-            was thinned before stays thinned when it is continued without a limit.
-
-    Raises:
-        ValueError: If `max_rows` is less than 1.
+    A file that would grow beyond `max_rows` (about 60 MB by default; None for no limit) is thinned: it keeps every
+    second block of `BLOCK` steps, later every fourth, and so on (step `s` stays if `s // BLOCK` is a multiple of 2, 4,
+    ...), and from then on the other blocks are not written. If even `BLOCK` steps have more rows than `max_rows`, only
+    the first steps that fit are kept. The rows already there are streamed, never held in memory. A file that was
+    thinned before stays thinned when it is continued without a limit.
     """
 
     def __init__(self, path: str | Path, max_rows: int | None = 1_000_000) -> None:
@@ -95,11 +88,9 @@ class StepsFile:
     def append(self, steps: Mapping[str, Array]) -> None:
         """Append records, in one write of whole lines.
 
-        Args:
-            steps: Records, sorted as in the file; all micro-batches of their steps, with all ranks.
+        They are sorted as in the file, and hold all micro-batches of their steps, with all ranks.
 
         Raises:
-            RuntimeError: If `start` was not called.
             OSError: If the file cannot be written, say on a full disk; it stays as it was.
             TakenError: If another run has taken the path; nothing is written.
         """
@@ -132,8 +123,7 @@ class StepsFile:
     def move(self, path: Path) -> None:
         """Go on at another path, with all rows so far, also if another run has taken the old one.
 
-        Raises:
-            OSError: If the rows cannot be read any more; nothing is written.
+        If the rows cannot be read any more, an `OSError` is raised and nothing is written.
         """
         rows = whole_lines(Path(f"/proc/self/fd/{self._descriptor}"))  # it has no name any more
         self.path = path
@@ -188,16 +178,13 @@ class StepsFile:
 
 
 def read_steps(path: str | Path) -> dict[str, Array]:
-    """Read a `steps.csv`, also one that is being written or was cut off anywhere.
+    """Read a `steps.csv`, also one that is being written or was cut off anywhere: an array for each of `COLUMNS`.
 
-    A file cut off within its first micro-batch seems to have fewer ranks; `StepsFile` leaves no such file.
+    An entry is a row of the whole micro-batches, NaN for an empty cell. A file cut off within its first micro-batch
+    seems to have fewer ranks; `StepsFile` leaves no such file.
 
-    Returns:
-        One float64 array for each of `COLUMNS`, one entry a row of the whole micro-batches; NaN for an empty cell.
-
-    Raises:
-        ValueError: If the header is not that of a step record file, a line that was not cut off is no record, or steps
-            go back, as in a file into which two runs wrote; the message names the file and the line.
+    Raises `ValueError`, naming the file and the line, if the header is not that of a step record file, a line that was
+    not cut off is no record, or steps go back, as in a file into which two runs wrote.
     """
     path = Path(path)
     lines = (filled(line) for line in whole_lines(path))
