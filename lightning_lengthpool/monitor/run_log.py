@@ -21,7 +21,7 @@ class NewSteps(NamedTuple):
     """What some steps have added.
 
     Attributes:
-        records: Their records, see `records.COLUMNS`.
+        records: Their records, see `columns.COLUMNS`.
         figures: For each step its number and what to log of it.
         windows: The windows of steps that they complete.
         idle: The share of their time that the ranks waited for each other and for data.

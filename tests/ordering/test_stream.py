@@ -1,4 +1,4 @@
-"""The pool of policy `stream` on numbers alone. Its golden lists are a contract as those in `test_order.py` are."""
+"""The pool of policy `stream` on numbers alone. Its golden lists are a contract as those in `test_policies.py` are."""
 
 import itertools
 from collections.abc import Iterator
