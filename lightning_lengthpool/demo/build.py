@@ -48,24 +48,15 @@ _SKIPPED_DIRS = {"site-packages", "dist-packages", "test", "tests", "idle_test",
 
 
 def ensure_dataset(name: DatasetName = "code", cache_dir: Path | None = None, samples: int | None = None) -> Path:
-    """Returns the path of a demo data set, building it first if the cache does not hold it.
+    """Returns the folder of a demo data set, building it first if the cache (`default_cache_dir`) does not hold it.
+
+    For `blend`, which trains on 0.7 `code` and 0.3 `prose`, it returns the path of a metadataset v2 YAML file.
+    `samples` counts train and val together (for `blend`: of each of the two).
 
     Safe to call from all ranks at once: one builds, the others wait. An interrupted build leaves nothing that
     could be taken for a data set.
 
-    Args:
-        name: `code`, `prose`, or `blend` (both, in a metadataset that trains on 0.7 `code` and 0.3 `prose`).
-        cache_dir: The cache folder. By default `LENGTHPOOL_CACHE`, else `XDG_CACHE_HOME` or `~/.cache`, in
-            which it is `lightning_lengthpool`.
-        samples: The number of samples, train and val together (for `blend`: of each of the two). By default
-            4,000 for `code` and 1,000 for `prose`.
-
-    Returns:
-        The data set's folder; for `blend`, the path of a metadataset v2 YAML file.
-
     Raises:
-        ValueError: `name` is unknown, `samples` is smaller than the number of shards (20), or the standard
-            library holds fewer texts.
         RuntimeError: The cache folder cannot be written, or another process holds its lock for 10 minutes.
     """
     target = dataset_path(name, cache_dir, samples)

@@ -105,10 +105,6 @@ class Block(nn.Module):
     """A pre-norm transformer block with causal attention.
 
     Padding stands on the right, where no real token looks, so no mask is needed.
-
-    Args:
-        dim: Width.
-        heads: Attention heads.
     """
 
     def __init__(self, dim: int, heads: int) -> None:

@@ -71,11 +71,7 @@ class OcrTaskEncoder(DefaultTaskEncoder[OCRSample, EncodedSample, OcrBatch, OcrB
 
     @stateless
     def preencode_sample(self, sample: OCRSample) -> PooledSample:
-        """Measures `total_len`, the sum of patches and text bytes, and cuts the text to fit `max_length`.
-
-        Raises:
-            ValueError: The picture alone leaves no room for text, or is not a PNG.
-        """
+        """Measures `total_len`, the sum of patches and text bytes, and cuts the text to fit `max_length`."""
         rows, columns = self._grid(sample.image, sample.__key__)
         room = self.max_length - rows * columns
         if room < 1:

@@ -17,11 +17,6 @@ class ComputeHooks:
     it runs: in the forward pass, in a hook, or between two gradients of the backward pass. DDP's own reductions,
     launched between two gradients too, are told apart exactly, whatever their number (buckets, unused parameters,
     communication hooks): they are launched in DDP's hook on a gradient, and we count just before and just after it.
-
-    Args:
-        module: The module that is trained.
-        recorder: Where the marks go.
-        is_ddp: DDP exchanges buffers before the module's own forward pass, so compute begins with the latter.
     """
 
     def __init__(self, module: LightningModule, recorder: StepRecorder, is_ddp: bool) -> None:
@@ -31,7 +26,7 @@ class ComputeHooks:
         self._watched: list[tuple[nn.Parameter, Node | None]] = []
 
     def start_batch(self) -> None:
-        """Own compute begins now, or under DDP when the module is entered."""
+        """Own compute begins now, or under DDP, which exchanges buffers before, when the module is entered."""
         recorder = self._recorder
         if not self._is_ddp:
             recorder.start_compute(collectives_issued())
@@ -47,12 +42,10 @@ class ComputeHooks:
         self._forward.append(handle)
 
     def start_backward(self) -> None:
-        """A backward pass begins."""
         self._watch_gradients()  # only now, for training_step may have (un)frozen parameters
         self._recorder.start_backward(collectives_issued())
 
     def end_backward(self) -> None:
-        """A backward pass has returned."""
         self._recorder.end_backward(collectives_issued())
 
     def remove(self) -> None:

@@ -11,8 +11,7 @@ from lightning.pytorch import Trainer
 class FetchTimer:
     """Time each fetch of Lightning's training loop, between the two calls with which it starts and stops its profiler.
 
-    Args:
-        trainer: From `on_train_start` on.
+    It is made in `on_train_start` or later.
     """
 
     def __init__(self, trainer: Trainer) -> None:

@@ -15,14 +15,10 @@ from lightning_lengthpool.report import figures
 
 
 def log_figures(loggers: Iterable[Logger], drawn: Mapping[str, Figure], step: int) -> None:
-    """Log figures; loggers that take none are passed over.
+    """Log figures by name, say 'sync/causes', on global rank zero, where loggers have an experiment.
 
-    A logger that fails does not end the training: a warning names it and the error, and the next one follows.
-
-    Args:
-        loggers: A trainer's loggers. Call this on global rank zero only, where they have an experiment.
-        drawn: Name -> figure, say 'sync/causes'. For MLflow, which keeps files, the step stands in the file's name.
-        step: The step that they belong to.
+    Loggers that take none are passed over. One that fails does not end the training: a warning names it and the error.
+    For MLflow, which keeps files, the step stands in the file's name.
     """
     for logger in loggers:
         try:

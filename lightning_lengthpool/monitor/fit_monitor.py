@@ -48,12 +48,9 @@ class BatchRecord(Protocol):
     It may also have `missed`: whether the batch is not of the class that its slot is meant for.
     """
 
-    lengths: Sequence[float]
-    """Of its samples, in tokens."""
-    fetch_started: float
-    """On `time.perf_counter`."""
-    data_seconds: float
-    """For which the training loop waited for it."""
+    lengths: Sequence[float]  # of its samples, in tokens
+    fetch_started: float  # on `time.perf_counter`
+    data_seconds: float  # for which the training loop waited for it
 
 
 @runtime_checkable
@@ -73,17 +70,9 @@ class TellsSettings(Protocol):
 
 
 class FitMonitor:
-    """Record one rank's steps, and hand those of all ranks to rank zero.
+    """Record one rank's steps, from `on_train_start` on, and hand those of all ranks to rank zero.
 
-    Args:
-        trainer: Whose fit, from `on_train_start` on.
-        module: What is trained.
-        length_fn: As for `SyncMonitor`.
-        files: On rank zero the run's files; None elsewhere.
-        log: Gives the run log, by the hosts of the data ranks.
-
-    Raises:
-        MisconfigurationException: If neither the loader nor `length_fn` gives lengths.
+    `files` is None on other ranks than zero. `log` makes a run log from the hosts of the data ranks.
     """
 
     def __init__(
@@ -115,20 +104,13 @@ class FitMonitor:
         self._fetches = FetchTimer(trainer)
         self._hooks = ComputeHooks(module, self.recorder, self._is_ddp) if measured else None
         hosts, workers, self._name = self._agree(_settings(trainer).get("num_workers"))
-        self.writer: RunWriter | None = None
-        """On rank zero."""
+        self.writer: RunWriter | None = None  # on rank zero
         if files is not None:
             about = About(hosts=hosts, workers_by_rank=workers)
             self.writer = RunWriter(log(hosts), files, trainer.loggers, about, measured)
 
     def start_batch(self, batch: Any, batch_idx: int, run: str | None) -> None:
-        """A micro-batch begins.
-
-        Args:
-            batch: The batch.
-            batch_idx: Its number, for messages.
-            run: `run` of the checkpoint that this fit goes on from, None if there is none.
-        """
+        """A micro-batch begins, in a fit that goes on from the checkpoint of `run`; None for none."""
         loader = self._trainer.train_dataloader  # a fit may have several
         record = loader.pop_record() if isinstance(loader, ReportsBatches) else None
         lengths: Sequence[float] = record.lengths if record is not None else ()
@@ -149,21 +131,15 @@ class FitMonitor:
             self._hooks.start_batch()
 
     def start_backward(self) -> None:
-        """A backward pass begins."""
         if self._hooks is not None:
             self._hooks.start_backward()
 
     def end_backward(self) -> None:
-        """A backward pass has returned."""
         if self._hooks is not None:
             self._hooks.end_backward()
 
     def end_batch(self, every_n_steps: int, *, is_automatic: bool) -> float | None:
-        """A micro-batch ends; after every so many steps the ranks exchange their records.
-
-        Returns:
-            On rank zero, after an exchange, the idle fraction of its steps.
-        """
+        """A micro-batch ends; after an exchange of records rank zero gets the idle fraction of its steps."""
         self.recorder.end(needs_reduction=self._is_ddp and not is_automatic)
         if self._trainer.fit_loop._should_accumulate():
             return None
@@ -176,7 +152,6 @@ class FitMonitor:
         self.recorder.interrupt()
 
     def end(self) -> None:
-        """Training is over."""
         self.remove_hooks()
         self._exchange()
         sample = torch.from_numpy(np.append(self._rank, self._lengths.padded()))
@@ -187,7 +162,6 @@ class FitMonitor:
             self.writer.close([lengths[~np.isnan(lengths)] for _, lengths in sorted(by_rank.items())])
 
     def fail(self) -> None:
-        """Training ends with an exception."""
         self.remove_hooks()
         self.flush()
         self._is_training = False

@@ -45,9 +45,6 @@ class StepRecorder:
     before the last gradient, for a communication hook may block there. A collective issued within compute hides how
     long it waited, so compute is absent then: most calls take the number of `collectives` that this process has
     issued so far, None if that is not known.
-
-    Args:
-        clock: Host seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -66,16 +63,10 @@ class StepRecorder:
         data_seconds: float = float("nan"),
         missed: bool = False,
     ) -> None:
-        """Open a micro-batch.
+        """Open a micro-batch of optimizer step `step`; its samples' lengths are in tokens.
 
-        Args:
-            step: Number of the optimizer step that it belongs to.
-            lengths: Its samples' lengths in tokens.
-            fetch_started: When fetching it began, on the clock. Default: now.
-            data_seconds: Seconds spent waiting for it.
-            missed: Whether it is of another class than its slot is meant for on all ranks.
-
-        A micro-batch begins where the previous one ended; after an `interrupt` when fetching it began.
+        It begins where the previous one ended; after an `interrupt` when fetching it began, by default now. `missed`:
+        it is of another class than its slot is meant for on all ranks.
         """
         began = self._clock() if fetch_started is None else max(fetch_started, self._last_end)
         began = self._last_end if self._in_a_row else began
@@ -118,9 +109,8 @@ class StepRecorder:
     def end(self, *, needs_reduction: bool = False) -> None:
         """Close the micro-batch.
 
-        Args:
-            needs_reduction: Whether it is only a part of a step if it launched no reduction. Compute is then absent, in
-                the rest of the step as well: who accumulates by hand does not say what belongs together.
+        With `needs_reduction`, one that launched no reduction is only a part of a step. Compute is then absent, in the
+        rest of the step as well: who accumulates by hand does not say what belongs together.
         """
         if self._open is not None:
             self._last_end, self._in_a_row = self._clock(), True
@@ -138,14 +128,7 @@ class StepRecorder:
         return len(self._done)
 
     def take(self, rank: int) -> NDArray[np.float64]:
-        """Return the closed micro-batches, and drop them.
-
-        Args:
-            rank: The data-parallel rank, for its column.
-
-        Returns:
-            Shape `[micro-batches, columns]`, float64, the columns as in `COLUMNS`.
-        """
+        """Return the closed micro-batches, shape `[micro-batches, columns]` as in `COLUMNS`, and drop them."""
         rows = [self._row(micro_batch, rank) for micro_batch in self._done]
         self._done = []
         return np.array(rows, dtype=np.float64).reshape(-1, len(COLUMNS))
@@ -198,9 +181,7 @@ class CudaStepRecorder(StepRecorder):
 class Reservoir:
     """Keep a uniform sample of all numbers seen (algorithm R: Vitter, "Random sampling with a reservoir", 1985).
 
-    Args:
-        size: How many numbers are kept at most.
-        seed: Of its own random sequence; no other one is touched.
+    It has a random sequence of its own; no other one is touched.
     """
 
     def __init__(self, size: int, seed: int = 0) -> None:
@@ -208,7 +189,6 @@ class Reservoir:
         self._random = random.Random(seed)
 
     def add(self, numbers: Iterable[float]) -> None:
-        """See some numbers."""
         for number in numbers:
             self._seen += 1
             if len(self._kept) < self._size:

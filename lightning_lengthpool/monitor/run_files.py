@@ -52,14 +52,10 @@ def base_folder(trainer: Trainer) -> Path:
 
 
 def claim(base: Path, run: str | None) -> tuple[Path, str]:
-    """Find the folder of a run that is resumed, or make one that no other run has.
+    """Return the folder of a run that is resumed (`run` is None for one that begins), or a new one, and its `run`.
 
-    Args:
-        base: Where the folder lies: `sync`, or where others have that one, `sync_1`, `sync_2`, ...
-        run: The `run` of a run that is resumed; None for one that begins.
-
-    Returns:
-        The folder, and its `run`. That is another one than was given if no folder in `base` has it.
+    A new one is `sync` in `base`, or where others have that one, `sync_1`, `sync_2`, ... If no folder has the `run`
+    that was given, the one returned is another.
     """
     if run is not None:
         for folder in base.glob(f"{NAME}*"):
@@ -85,11 +81,8 @@ def _run_of(folder: Path) -> str | None:
 class RunFiles:
     """`steps.csv`, `run.json` and `lengths.csv` of one run.
 
-    A file that cannot be written must not end the training: one warning, and the run goes on without files.
-
-    Args:
-        base: Where their folder lies, see `claim`; None to write nothing.
-        max_rows: Cap of `steps.csv`, see `StepsFile`.
+    A file that cannot be written must not end the training: one warning, and the run goes on without files. Their
+    folder lies in `base`, see `claim`; None to write nothing.
     """
 
     def __init__(self, base: Path | None, max_rows: int | None) -> None:
@@ -104,16 +97,13 @@ class RunFiles:
 
     @property
     def steps_csv(self) -> Path | None:
-        """None if there is none."""
         return None if self._steps is None else self._steps.path
 
     def start(self, step: int, about: About) -> None:
-        """Begin the files.
+        """Begin the files, `step` being the first step.
 
-        Args:
-            step: Number of the first step.
-            about: The run; its `run` is that of the checkpoint that it goes on from, None if there is none. That one's
-                records are continued, but for the rows of `step` and later ones, which are replaced.
+        `about.run` is that of the checkpoint that the run goes on from, None if there is none. That one's records are
+        continued, but for the rows of `step` and later ones, which are replaced.
         """
         if self._base is None:
             return

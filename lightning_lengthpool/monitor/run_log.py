@@ -18,51 +18,32 @@ Array = NDArray[np.float64]
 
 
 class NewSteps(NamedTuple):
-    """What some steps have added.
+    """What some steps have added."""
 
-    Attributes:
-        records: Their records, see `columns.COLUMNS`.
-        figures: For each step its number and what to log of it.
-        windows: The windows of steps that they complete.
-        idle: The share of their time that the ranks waited for each other and for data.
-    """
-
-    records: dict[str, Array]
-    figures: list[tuple[int, dict[str, float]]]
-    windows: list[Window]
-    idle: float
+    records: dict[str, Array]  # see `columns.COLUMNS`
+    figures: list[tuple[int, dict[str, float]]]  # for each step its number and what to log of it
+    windows: list[Window]  # that these steps complete
+    idle: float  # the share of their time that the ranks waited for each other and for data
 
 
 class RunLog:
-    """Totals, causes and the alert of one fit.
-
-    Args:
-        hosts: Host name of each data rank.
-        alert_idle: Idle fraction that is worth a warning; None for no warning.
-        alert_windows: Number of windows in a row with that idle fraction before the warning comes.
-    """
+    """Totals, causes and the alert of one fit; `hosts` has the host name of each data rank."""
 
     def __init__(self, hosts: Sequence[str], alert_idle: float | None = None, alert_windows: int = 3) -> None:
         self.totals = RunTotals()
         self.causes = CauseTracker()
-        self.settings: Mapping[str, Any] = {}
-        """What is known of the data module, see `run_json.About`."""
-        self.lengths: list[Array] | None = None
-        """Of each data rank a sample of its samples' lengths in tokens, once they are known."""
+        self.settings: Mapping[str, Any] = {}  # what is known of the data module, see `run_json.About`
+        self.lengths: list[Array] | None = None  # of each data rank a sample of its samples' lengths, once known
         self._hosts = hosts
         self._alert_idle, self._alert_windows = alert_idle, alert_windows
         self._idle_windows: list[Window] = []
         self._last_step = -math.inf
 
     def add(self, rows: Array) -> NewSteps | None:
-        """Add the records of some steps.
+        """Add the records of some steps and return what is new, None if nothing is.
 
-        Args:
-            rows: Shape `[ranks, micro-batches, columns]`, the columns as in `COLUMNS`. Steps that were added before are
-                passed over.
-
-        Returns:
-            What is new; None if nothing is.
+        `rows` has shape `[ranks, micro-batches, columns]`, the columns as in `COLUMNS`. Steps that were added before
+        are passed over.
         """
         rows = rows[:, rows[0, :, 0] > self._last_step]
         if not rows.shape[1]:
@@ -77,7 +58,7 @@ class RunLog:
         return NewSteps(records, _figures(table), self.causes.add(records), _idle(table))
 
     def finish(self, lengths: Sequence[Array]) -> list[Window]:
-        """Keep a sample of each data rank's lengths; the steps that are left over are a window of their own."""
+        """Keep a sample of each data rank's lengths in tokens; the steps left over are a window of their own."""
         self.lengths = list(lengths)
         return self.causes.finish()
 
@@ -86,11 +67,7 @@ class RunLog:
         return findings(self.causes.summary(), hosts=self._hosts, lengths=self.lengths, settings=self.settings)
 
     def alert(self, windows: Sequence[Window]) -> str | None:
-        """A warning, once, when the ranks have waited too long for some windows in a row.
-
-        Args:
-            windows: Those that are new.
-        """
+        """A warning, once, when the ranks have waited too long for some windows in a row; takes the new windows."""
         for window in windows:
             if self._alert_idle is None:
                 break

@@ -30,15 +30,7 @@ HIDDEN = (
 
 
 class RunWriter:
-    """Write what comes of all ranks' records.
-
-    Args:
-        log: Adds the records up.
-        files: The run's files.
-        loggers: Loggers to write to.
-        about: The run's hosts and workers.
-        measured: Whether compute seconds are expected; if so a warning says once that some are absent.
-    """
+    """Write what comes of all ranks' records; where compute is `measured`, warn once that some seconds are absent."""
 
     def __init__(self, log: RunLog, files: RunFiles, loggers: Sequence[Logger], about: About, measured: bool) -> None:
         self.log, self.files = log, files
@@ -46,22 +38,12 @@ class RunWriter:
         self._warn_hidden = measured
 
     def start(self, step: int, run: str | None, settings: Mapping[str, Any]) -> None:
-        """Begin.
-
-        Args:
-            step: Number of the first step.
-            run: `run` of the checkpoint that this fit goes on from, None if there is none; see `RunFiles.start`.
-            settings: What is known of the data module, see `run_json.About`.
-        """
+        """Begin at a step, with the checkpoint's `run` (see `RunFiles.start`) and the data module's settings."""
         self.log.settings = settings
         self.files.start(step, replace(self._about, run=run, settings=dict(settings)))
 
     def add(self, rows: Array) -> float:
-        """Take in the records of some steps, see `RunLog.add`.
-
-        Returns:
-            The share of their time that the ranks waited for each other and for data, NaN if none is new.
-        """
+        """Take in the records of some steps, see `RunLog.add`, and return their `idle`, NaN if none is new."""
         new = self.log.add(rows)
         if new is None:
             return math.nan
@@ -75,11 +57,7 @@ class RunWriter:
         return new.idle
 
     def close(self, lengths: Sequence[Array]) -> None:
-        """End.
-
-        Args:
-            lengths: Of each data rank a sample of its samples' lengths in tokens; `lengths.csv` keeps them.
-        """
+        """End, with a sample of each data rank's lengths in tokens, which `lengths.csv` keeps."""
         self._add_windows(self.log.finish(lengths))
         self.files.write_lengths(lengths)
 

@@ -125,7 +125,6 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def _show(result: dict[str, Any], policies: Sequence[str], out: Path) -> dict[str, Any]:
-    """Print the result and write it."""
     tokens = {sum(rank["tokens"] for rank in run["ranks"]) for policy in result["policies"] for run in policy["runs"]}
     if len(tokens) > 1:
         print(f"WARNING: the runs saw different samples ({min(tokens):,.0f} to {max(tokens):,.0f} tokens)")
@@ -146,9 +145,6 @@ def steps_per_pool(config: Any, policies: Sequence[str] = ()) -> int:
     Worker `i % num_workers` makes a rank's batch `i`, so a whole number of pools of every worker is
     `num_workers * lcm(pool_size, batch_size) / batch_size` micro-batches; accumulation takes several of them a step.
     Policy `blocks` rounds its pool down to whole batches: with it the number is one that fits both.
-
-    Raises:
-        ValueError: If the configuration's data module has no pool.
     """
     data = config.get("data")
     settings = data.get("init_args") if data is not None else None
@@ -163,11 +159,7 @@ def steps_per_pool(config: Any, policies: Sequence[str] = ()) -> int:
 
 
 def _check_overrides(config: Any, overrides: Sequence[str], has_steps: bool) -> None:
-    """Refuse options of `fit` that say other than compare does; a YAML's settings it just sets over.
-
-    Raises:
-        ValueError: If there is one; the message names it.
-    """
+    """Refuse options of `fit` that say other than compare does; a YAML's settings it just sets over."""
     trainer = config["trainer"]
     ways_out = dict(_SET)
     for name, value in _TRAINER.items():
@@ -188,11 +180,7 @@ def _check_overrides(config: Any, overrides: Sequence[str], has_steps: bool) -> 
 
 
 def _check_policy(config: Any, policy: str) -> None:
-    """Refuse a policy that the configuration's other settings do not go with, before anything is trained.
-
-    Raises:
-        ValueError: If so; the message names the settings.
-    """
+    """Refuse a policy that the configuration's other settings do not go with, before anything is trained."""
     settings = config.get("data", {}).get("init_args") or {}
     if unfit := unfit_settings(policy, settings):
         raise ValueError(
@@ -204,9 +192,7 @@ def _check_policy(config: Any, policy: str) -> None:
 def last_logged(metrics_csv: Path, name: str | None) -> float | None:
     """Return the last value of a metric in a `CSVLogger`'s file, None if it was never logged.
 
-    Args:
-        metrics_csv: The file.
-        name: Of the metric; None takes the first one with 'val' and 'loss' in its name.
+    Without a name, it is the first metric with 'val' and 'loss' in its name.
     """
     if not metrics_csv.is_file():
         return None

@@ -27,10 +27,8 @@ class Drawing:
     name: str
     title: str
     figure: Figure
-    alt: str
-    """The figure in words, with its numbers."""
-    caption: str
-    """How to read it."""
+    alt: str  # the figure in words, with its numbers
+    caption: str  # how to read it
 
 
 def draw(run: Run, baseline: Run | None = None, steps: int = STEPS) -> list[Drawing]:

@@ -26,13 +26,12 @@ Array = NDArray[np.float64]
 
 WORK, FAINT, WAIT, SLOWEST = "#0072B2", "#A9D3F0", "#F2C39B", "#222222"
 RUN, BASELINE, CHANCE = "#0072B2", "#777777", "#DDDDDD"
-CAUSES = {
+CAUSES = {  # field of a window -> (what the legend calls it, colour)
     "lengths": ("lengths differ", "#E69F00"),
     "slow_rank": ("speeds differ", "#C1440E"),
     "data": ("waiting for data", "#56B4E9"),
     "rest": ("the rest", "#B8B8B8"),
 }
-"""Field of a window -> (what the legend calls it, colour)."""
 FEW_RANKS = 8  # up to here every rank is drawn, above them their spread
 WIDTH = 9.6
 DPI = 150
@@ -67,7 +66,6 @@ class Panel:
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as a PNG."""
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi="figure")
     return file.getvalue()
@@ -97,13 +95,8 @@ def compute_figure(step: Array, costs: Array, ranks: Sequence[int], unit: str) -
     """Draw what each rank does at each step: work, then waiting for the slowest rank.
 
     Up to `FEW_RANKS` ranks have a strip each. Of more ranks the mean, the fastest and the slowest one of each step are
-    drawn, and the rank that is the slowest one most often.
-
-    Args:
-        step: Numbers of steps in a row, shape `[steps]`.
-        costs: Each rank's compute, shape `[steps, ranks]`; NaN where not measured.
-        ranks: The ranks' numbers.
-        unit: The y axis's label, say 'own compute [s]'.
+    drawn, and the rank that is the slowest one most often. The steps, shape `[steps]`, are in a row; `costs`, shape
+    `[steps, ranks]`, are NaN where not measured; `unit` labels the y axis, say 'own compute [s]'.
     """
     slowest = costs.max(axis=1)
     if len(ranks) > FEW_RANKS:
@@ -154,11 +147,7 @@ def lengths_figure(panels: Sequence[Panel], unit: str = "padded tokens") -> Figu
 
 @styled
 def causes_figure(windows: Mapping[str, Sequence[Any]]) -> Figure:
-    """Draw the idle time over the course of runs, split by cause.
-
-    Args:
-        windows: For each run's title its windows (`causes.Window`), one or more.
-    """
+    """Draw the idle time over the course of runs, split by cause: each title has its windows (`causes.Window`)."""
     figure = new_figure(WIDTH, 3.9)
     grid = figure.subplots(1, len(windows), sharey=True, squeeze=False)[0]
     for axes, (title, rows) in zip(grid, windows.items(), strict=True):
@@ -184,14 +173,7 @@ def causes_figure(windows: Mapping[str, Sequence[Any]]) -> Figure:
 
 @styled
 def distribution_figure(costs: Array, ranks: Sequence[int], unit: str, title: str = "") -> Figure:
-    """Draw how the micro-batches' costs are distributed on each rank.
-
-    Args:
-        costs: Shape `[micro-batches, ranks]`.
-        ranks: The ranks' numbers.
-        unit: The x axis's label.
-        title: What to say above it, say whether the ranks differ.
-    """
+    """Draw how the micro-batches' costs, shape `[micro-batches, ranks]`, are distributed on each rank."""
     figure = new_figure(WIDTH, 4.0)
     axes = figure.add_subplot()
     levels = np.linspace(0, 1, min(_POINTS, max(len(costs), 2)))
@@ -222,9 +204,8 @@ def distribution_figure(costs: Array, ranks: Sequence[int], unit: str, title: st
 def correlation_figure(runs: Mapping[str, Array], band: float) -> Figure:
     """Draw how much the lengths of neighbouring steps have in common.
 
-    Args:
-        runs: For each run's title its correlations at the lags 1, 2, ...; the second is the baseline.
-        band: What 95 % of random orders stay below, in absolute value.
+    `runs` gives by title the correlations at the lags 1, 2, ...; the second is the baseline. 95 % of random orders stay
+    below `band`, in absolute value.
     """
     figure = new_figure(WIDTH, 3.4)
     axes = figure.add_subplot()
@@ -244,15 +225,11 @@ def correlation_figure(runs: Mapping[str, Array], band: float) -> Figure:
 
 @styled
 def compare_figure(results: Mapping[str, Any], window: int = 60) -> Figure:
-    """Draw policies side by side.
+    """Draw policies side by side, from what `report.compare_runs` returned; its `steps_csv` files are read again.
 
     Above, for each policy's first run, the compute seconds of every rank over the last `window` steps, with
     the time that the ranks wait for the slowest shaded (padded tokens where compute was not measured). Below,
     idle and padding.
-
-    Args:
-        results: What `report.compare_runs` returned; its `steps_csv` files are read again.
-        window: Number of steps shown.
     """
     policies = results["policies"]
     tables = [by_step(read_steps(entry["runs"][0]["steps_csv"])) for entry in policies]

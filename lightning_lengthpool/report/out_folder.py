@@ -8,13 +8,7 @@ from pathlib import Path
 def make_out(out: str | Path, files: Iterable[str], setting: str = "--out") -> Path:
     """Make a folder, and see that each of the files can be written into it: before the work, not after it.
 
-    Args:
-        out: The folder.
-        files: Names of what will be written; what is there already is not changed.
-        setting: What names the folder, for messages.
-
-    Raises:
-        ValueError: If something is in the way, or the folder or one of the files cannot be written to.
+    What is there already is not changed. A `ValueError` names the `setting` if something is in the way.
     """
     folder = Path(out)
     try:

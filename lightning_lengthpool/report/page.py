@@ -53,13 +53,7 @@ def report(
 
 
 def render(run: Run, baseline: Run | None, drawings: Mapping[Drawing, bytes]) -> str:
-    """Return the page: it needs no other file and no network.
-
-    Args:
-        run: The run.
-        baseline: The run to compare with.
-        drawings: Its figures, each with its PNG.
-    """
+    """Return the page, from drawings and their PNGs: it needs no other file and no network."""
     headings, rows, hidden = rank_rows(run.summary)
     templates = Environment(
         loader=PackageLoader("lightning_lengthpool.report", ""),

@@ -34,16 +34,11 @@ COMPARED = tuple(name for name in FIGURES if name not in ("useful_fraction", "da
 
 
 def compare_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """Summarize several runs of several policies.
+    """Summarize for each policy its runs, each with `steps_csv` (a path) and, if there is one, `val_loss`.
 
-    Args:
-        runs: For each policy its runs, each with `steps_csv` (a path) and, if there is one, `val_loss`.
-
-    Returns:
-        JSON-ready: `{"policies": [{"policy", "repeats", "mean", "std", "runs"}, ...]}` in the order given.
-        `mean` and `std` hold the figures named in `COMPARED`; `std` is the sample standard deviation, None
-        with one run; a figure that a run lacks is None. `runs` holds the summaries, with their `steps_csv`
-        and `val_loss`.
+    The result is JSON-ready: `{"policies": [{"policy", "repeats", "mean", "std", "runs"}, ...]}` in the order given.
+    `mean` and `std` hold the figures named in `COMPARED`; `std` is the sample standard deviation, None with one run; a
+    figure that a run lacks is None. `runs` holds the summaries, with their `steps_csv` and `val_loss`.
     """
     policies = []
     for policy, repeats in runs.items():
@@ -121,11 +116,9 @@ def figure_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def rank_rows(summary: Mapping[str, Any]) -> tuple[list[str], list[list[str]], int]:
-    """A row of text for each rank; of more than 16 ranks the 8 most and the 8 least busy.
+    """Headings, a row of text for each rank, and how many ranks are left out.
 
-    Returns:
-        The headings, the rows, and how many ranks are not among them. If there are any, the rows are sorted from the
-        busiest to the least busy.
+    Of more than 16 ranks these are the 8 most and the 8 least busy, sorted from the busiest to the least busy.
     """
     by = "compute" if summary["compute_steps"] else "tokens"
     headings = ["rank", "samples", "tokens", "compute s", "wait s", "data wait s", f"idle by {by}"]
@@ -172,11 +165,7 @@ def steps_table(summary: Mapping[str, Any]) -> RenderableType:
 
 
 def compare_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Policies side by side: mean, and ± sample standard deviation where a policy has several runs.
-
-    Args:
-        rows: The entries of `compare_runs(...)["policies"]`.
-    """
+    """`compare_runs(...)["policies"]` side by side: mean, and ± sample standard deviation of several runs."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("")
     for row in rows:
