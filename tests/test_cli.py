@@ -160,7 +160,7 @@ def test_advise_takes_the_options_of_fit(monkeypatch: pytest.MonkeyPatch) -> Non
     main(["advise", *configs("demo"), "--data.init_args.batch_size", "4", "--samples", "9", "--trainer.devices=3"])
     ((config, rest),) = given
     assert config["data"]["init_args"]["batch_size"] == 4 and int(config["trainer"]["devices"]) == 3
-    unset = dict.fromkeys(("world_size", "run", "max_length"))
+    unset = dict.fromkeys(("world_size", "pool_sizes", "run", "max_length"))
     assert rest == {"samples": 9, "out": "runs/advise", **unset}
 
 
