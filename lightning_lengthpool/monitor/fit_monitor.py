@@ -182,8 +182,8 @@ class FitMonitor:
             return
         rows = self._collect()
         last, self._flushes = f"{self._name}-{self._flushes}", self._flushes + 1
-        if self.writer is None and not len(rows):
-            return
+        if self.writer is not None and not len(rows):
+            return  # rank zero does not wait; the others cannot know that, and leave what they have
         progress: Any = self._trainer.fit_loop.epoch_loop.batch_progress.total
         seconds = ALONE_SECONDS if progress.ready > progress.processed else None  # in a step others may be stuck
         name, plain = f"{self._name}-{self._flushes}", torch.from_numpy(rows)
