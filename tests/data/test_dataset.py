@@ -14,10 +14,11 @@ from megatron.energon import (
     stateless,
 )
 
+from helpers.blocks import blocks, parity
 from helpers.datasets import LengthEncoder
 from helpers.lengths import lognormal
 from helpers.orders import reference_stream
-from helpers.pools import CONFIG, batches, blocks, keys, parity, pooled
+from helpers.pools import CONFIG, batches, keys, pooled
 from lightning_lengthpool.data.pools.dataset import LengthPoolDataset
 from lightning_lengthpool.data.source import Source
 from lightning_lengthpool.data.train_loader import TrainLoader

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.blocks import blocks, parity, stream_settings
 from helpers.orders import GOLDEN_LENGTHS
-from helpers.pools import blocks, parity, stream_settings
 from lightning_lengthpool.ordering.efficiency import idle_fraction
 from lightning_lengthpool.ordering.reference_costs import ReferenceCosts
 from lightning_lengthpool.ordering.sorted_pool import SortedPool
