@@ -16,7 +16,7 @@ from typing import IO, Any
 import yaml
 from filelock import FileLock, Timeout
 
-from lightning_lengthpool.ordering.settings import unfit_settings
+from lightning_lengthpool.ordering.settings import PoolSettings, unfit_settings
 from lightning_lengthpool.report import figures
 from lightning_lengthpool.report.out_folder import make_out
 from lightning_lengthpool.report.summary import compare_runs, compare_table, print_table, write_json
@@ -144,15 +144,16 @@ def steps_per_pool(config: Any, policies: Sequence[str] = ()) -> int:
 
     Worker `i % num_workers` makes a rank's batch `i`, so a whole number of pools of every worker is
     `num_workers * lcm(pool_size, batch_size) / batch_size` micro-batches; accumulation takes several of them a step.
-    Policy `blocks` rounds its pool down to whole batches: with it the number is one that fits both.
+    A pool of `blocks` holds whole batches: with it the number is one that fits both.
     """
     data = config.get("data")
     settings = data.get("init_args") if data is not None else None
     if settings is None or settings.get("pool_size") is None:
         raise ValueError("the config's 'data' is not a LengthPoolDataModule (or one derived from it) with a pool_size")
     batch_size, pool_size = settings.get("batch_size") or 1, max(1, settings["pool_size"])
-    blocks = max(1, pool_size // batch_size) * batch_size if "blocks" in policies else batch_size
-    samples = math.lcm(pool_size, batch_size, blocks)
+    samples = math.lcm(pool_size, batch_size)
+    if "blocks" in policies:
+        samples = math.lcm(samples, PoolSettings(batch_size, pool_size, "blocks").capacity)
     micro_batches = max(1, settings["num_workers"]) * samples // batch_size
     accumulated = config["trainer"].get("accumulate_grad_batches") or 1
     return math.lcm(micro_batches, accumulated) // accumulated
