@@ -14,8 +14,8 @@ from lightning_lengthpool.advise.checks.checks import CHECKS, MEMORY_SHARE
 from lightning_lengthpool.advise.choice import Choice, recommend
 from lightning_lengthpool.advise.facts import bound, causes_of, cost_of, describe, relate
 from lightning_lengthpool.runs.distribution import difference_of_ranks
+from lightning_lengthpool.runs.formatting import number, ranks
 from lightning_lengthpool.runs.run import Run
-from lightning_lengthpool.runs.words import number, ranks
 from lightning_lengthpool.simulation.cases import Case, Lengths
 from lightning_lengthpool.simulation.choose import (
     POOL_SIZES,

@@ -11,8 +11,8 @@ from lightning_lengthpool.advise.advice import Causes, Check, Cost, Plan, Recomm
 from lightning_lengthpool.advise.facts import full_pool
 from lightning_lengthpool.ordering import efficiency
 from lightning_lengthpool.ordering.efficiency import WORTH
+from lightning_lengthpool.runs.formatting import duration, interval, megabytes, number, percent, ranks, setting
 from lightning_lengthpool.runs.thresholds import NAMED_FROM
-from lightning_lengthpool.runs.words import duration, interval, megabytes, number, percent, ranks, setting
 from lightning_lengthpool.simulation.cases import Case
 from lightning_lengthpool.simulation.choose import Chooser, waste
 from lightning_lengthpool.simulation.predict import Prediction

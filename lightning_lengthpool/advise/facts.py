@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 
 from lightning_lengthpool.advise.advice import Bottleneck, Causes, Cost, Distribution, Outliers, Plan, Relation, Verdict
 from lightning_lengthpool.ordering.sorted_pool import HISTORY, SNAPSHOT_SAMPLES
+from lightning_lengthpool.runs.formatting import number, percent, ranks
 from lightning_lengthpool.runs.run import Run
 from lightning_lengthpool.runs.thresholds import NAMED_FROM
-from lightning_lengthpool.runs.words import number, percent, ranks
 from lightning_lengthpool.simulation.cases import Case
 from lightning_lengthpool.simulation.choose import waste
 from lightning_lengthpool.simulation.predict import Prediction

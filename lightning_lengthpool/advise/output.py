@@ -11,7 +11,7 @@ from rich.text import Text
 
 from lightning_lengthpool.advise.advice import Advice, Cost
 from lightning_lengthpool.ordering.policies import POLICIES
-from lightning_lengthpool.runs.words import duration, interval, megabytes, number, percent, ranks
+from lightning_lengthpool.runs.formatting import duration, interval, megabytes, number, percent, ranks
 from lightning_lengthpool.simulation.predict import Prediction
 
 WIDTH = 110  # of plain text

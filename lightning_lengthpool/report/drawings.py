@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from lightning_lengthpool.ordering import efficiency
 from lightning_lengthpool.report import figures
 from lightning_lengthpool.runs.distribution import neighbour_correlation
+from lightning_lengthpool.runs.formatting import percent, ranks
 from lightning_lengthpool.runs.run import Run
-from lightning_lengthpool.runs.words import percent, ranks
 
 Array = NDArray[np.float64]
 

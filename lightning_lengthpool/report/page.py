@@ -12,9 +12,9 @@ from lightning_lengthpool.report.drawings import DRAWINGS, STEPS, Drawing, draw
 from lightning_lengthpool.report.figures import png
 from lightning_lengthpool.report.out_folder import make_out
 from lightning_lengthpool.report.summary import figure_rows, hidden_note, rank_rows
+from lightning_lengthpool.runs.formatting import ranks
 from lightning_lengthpool.runs.run import Run, find_steps, load_run
 from lightning_lengthpool.runs.steps.steps_file import BLOCK
-from lightning_lengthpool.runs.words import ranks
 
 
 def report(

@@ -13,8 +13,8 @@ from lightning_lengthpool.ordering.efficiency import WORTH
 from lightning_lengthpool.ordering.settings import PoolSettings
 from lightning_lengthpool.runs.causes import Summary
 from lightning_lengthpool.runs.distribution import Difference, difference_of_ranks
+from lightning_lengthpool.runs.formatting import percent, ranks_named, setting
 from lightning_lengthpool.runs.thresholds import BOTTLENECK_FROM, ELSEWHERE_FROM, NAMED_FROM, PADDING_FROM, REST_FROM
-from lightning_lengthpool.runs.words import percent, ranks_named, setting
 from lightning_lengthpool.simulation.cases import Case
 from lightning_lengthpool.simulation.choose import (
     POOL_SIZES,

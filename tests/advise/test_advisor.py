@@ -30,10 +30,10 @@ from lightning_lengthpool.cost_models import PackedCost, QuadraticCost
 from lightning_lengthpool.ordering.efficiency import idle_fraction
 from lightning_lengthpool.ordering.settings import PoolSettings, PoolWarmup
 from lightning_lengthpool.runs.distribution import difference_of_ranks, drift_of
+from lightning_lengthpool.runs.formatting import setting
 from lightning_lengthpool.runs.run import load_run
 from lightning_lengthpool.runs.steps.columns import COLUMNS
 from lightning_lengthpool.runs.steps.steps_file import StepsFile
-from lightning_lengthpool.runs.words import setting
 from lightning_lengthpool.simulation.choose import Chooser, batch_samples, waste
 from lightning_lengthpool.simulation.predict import Interval, Prediction
 

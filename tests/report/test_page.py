@@ -15,9 +15,9 @@ from helpers.runs import write_run
 from lightning_lengthpool.ordering import efficiency
 from lightning_lengthpool.report import page
 from lightning_lengthpool.report.drawings import SEED, draw, newest
+from lightning_lengthpool.runs.formatting import percent
 from lightning_lengthpool.runs.run import find_steps, load_run
 from lightning_lengthpool.runs.steps.columns import COLUMNS
-from lightning_lengthpool.runs.words import percent
 
 FIGURES = ("compute", "lengths", "causes", "distribution", "correlation")
 

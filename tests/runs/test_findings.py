@@ -12,8 +12,8 @@ from lightning_lengthpool.ordering.reference_costs import ReferenceCosts
 from lightning_lengthpool.ordering.settings import PoolSettings
 from lightning_lengthpool.runs.causes import Summary
 from lightning_lengthpool.runs.findings import findings
+from lightning_lengthpool.runs.formatting import compact_ranges
 from lightning_lengthpool.runs.speed_fit import Fit
-from lightning_lengthpool.runs.words import compact_ranges
 from lightning_lengthpool.simulation.simulate import simulate
 
 SETTINGS = {"policy": "pool", "pool_size": 1000, "batch_size": 1, "num_workers": 1}

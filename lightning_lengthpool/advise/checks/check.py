@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from lightning_lengthpool.advise.advice import Check, Cost, Plan, Relation
 from lightning_lengthpool.runs.distribution import Difference
-from lightning_lengthpool.runs.words import ranks_named
+from lightning_lengthpool.runs.formatting import ranks_named
 from lightning_lengthpool.simulation.predict import Prediction
 
 if TYPE_CHECKING:

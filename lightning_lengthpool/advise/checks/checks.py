@@ -13,7 +13,7 @@ from lightning_lengthpool.advise.checks.check import (
 )
 from lightning_lengthpool.ordering.efficiency import WORTH
 from lightning_lengthpool.runs.distribution import SURE, drift_of
-from lightning_lengthpool.runs.words import megabytes, number, percent, ranks
+from lightning_lengthpool.runs.formatting import megabytes, number, percent, ranks
 from lightning_lengthpool.simulation.choose import waste
 
 MEMORY_SHARE = 0.5  # of a machine: the rest is for the model, batches under way and the page cache

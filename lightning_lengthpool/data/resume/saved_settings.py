@@ -1,4 +1,7 @@
-"""The settings that a checkpoint holds beside the iterator states: a run goes on only with the same."""
+"""The settings that a checkpoint holds beside the iterator states: a run goes on only with the same.
+
+`checkpoint.check_settings_fit` compares them.
+"""
 
 from typing import Any
 
