@@ -31,13 +31,17 @@ def check_settings(settings: PoolSettings, source: Source) -> None:
     """Check what of pool and source goes together, and warn of what does not go well.
 
     Raises:
-        ValueError: If a batch would have no size.
+        ValueError: If a batch would have no size, or a class no name.
     """
     if settings.batch_size is None and source.packing_buffer_size is None and settings.max_tokens is None:
         raise ValueError(
             "batch_size is None, which works only with packing, where each pack is a batch, or with max_tokens, where "
             "a batch has as many samples as fit. Set batch_size, or max_tokens, or packing_buffer_size and an encoder "
             "that packs."
+        )
+    if not all(isinstance(name, str) for name in settings.class_shares or ()):
+        raise ValueError(
+            f"class_shares is {settings.class_shares}, expected the share of each class by its name, a text"
         )
     if not settings.is_off and settings.pool_size < settings.slot_size:
         warnings.warn(

@@ -484,6 +484,7 @@ def test_a_rank_that_cannot_be_set_up_ends_the_others_too(
         ({"reference_lengths": "a.csv"}, "reference_lengths is 'a.csv' with policy 'pool'.*Set policy to 'stream'"),
         ({"class_fn": len}, "class_fn is .* with policy 'pool'"),
         ({"class_shares": {"a": 1}}, "class_shares is .* with policy 'pool'"),
+        ({"policy": "stream", "class_shares": {0: 1}}, "class_shares is {0: 1}, expected the share of each class by"),
         ({"policy": "stream", "class_fn": len}, "class_fn is set, but nothing tells how many batches each class has"),
         ({"policy": "blocks", "pool_size": 1}, "pool_size is 1, less than batch_size 2"),
         ({"pool_warmup": PoolWarmup(99, 2)}, "pool_warmup is PoolWarmup.*initial is at most pool_size"),
