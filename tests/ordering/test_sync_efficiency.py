@@ -82,4 +82,4 @@ def test_it_runs_on_a_trace_of_mine(tmp_path):
 def test_a_wrong_trace_is_named(tmp_path):
     (tmp_path / "wrong.csv").write_text("length\n3\n")
     done = run("--trace", "wrong.csv", folder=tmp_path)
-    assert done.returncode and "wrong.csv has no column 'tokens'" in done.stderr
+    assert done.returncode and "'wrong.csv', which has no column 'tokens'" in done.stderr

@@ -20,8 +20,8 @@ def text(table: object) -> str:
 
 
 def test_table_says_what_is_left_out(steps_csv):
-    summary = records.summarize(read_steps(steps_csv))
-    shown = text(summary.steps_table(summary))
+    totals = records.summarize(read_steps(steps_csv))
+    shown = text(summary.steps_table(totals))
     assert "18.8 %" in shown and "compute: 2 of 3 steps" in shown and "tokens: 3 of 3 steps" in shown
     assert "idle by compute" in shown and "37.5 %" in shown
     tokens_only = records.summarize(
