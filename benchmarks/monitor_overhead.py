@@ -79,11 +79,17 @@ class TimedMonitor(SyncMonitor):
 
         return timed
 
-    def _exchange(self, trainer: Trainer) -> float | None:
-        started = time.perf_counter()
-        idle = super()._exchange(trainer)
-        self.exchange_seconds.append(time.perf_counter() - started)
-        return idle
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        exchange = self._fit._exchange
+
+        def timed() -> float | None:
+            started = time.perf_counter()
+            idle = exchange()
+            self.exchange_seconds.append(time.perf_counter() - started)
+            return idle
+
+        self._fit._exchange = timed
 
 
 class Turns(Callback):
@@ -104,7 +110,7 @@ class Turns(Callback):
             attach = len(self.seconds) // self.steps % 4 in (0, 3)
             if not attach and self.attached[-1]:
                 self.gradients_seconds = gradients_seconds(self.monitor)
-                self.monitor._hooks.remove()  # they come back by themselves with the next batch
+                self.monitor._fit._hooks.remove()  # they come back by themselves with the next batch
             trainer.callbacks = [self.monitor, self] if attach else [self]
         self.started = time.perf_counter()
 
@@ -124,7 +130,7 @@ class Turns(Callback):
 
 def gradients_seconds(monitor: TimedMonitor, repeats: int = 200) -> float:
     """What the marks on the gradients of one step cost, outside of any step."""
-    recorder, hooks = monitor._recorder, monitor._hooks
+    recorder, hooks = monitor._fit.recorder, monitor._fit._hooks
     recorder.begin(0, [1.0])
     recorder.start_compute(collectives_issued())
     started = time.perf_counter()
