@@ -28,11 +28,7 @@ _TRIAL_SAMPLES = 100  # from which the length of an epoch is estimated
 
 
 def check_settings(settings: PoolSettings, source: Source) -> None:
-    """Check what of pool and source goes together, and warn of what does not go well.
-
-    Raises:
-        ValueError: If a batch would have no size, or a class no name.
-    """
+    """Check what of pool and source goes together, and warn of what does not go well."""
     if settings.batch_size is None and source.packing_buffer_size is None and settings.max_tokens is None:
         raise ValueError(
             "batch_size is None, which works only with packing, where each pack is a batch, or with max_tokens, where "
@@ -58,18 +54,7 @@ def check_same_on_all_ranks(
     file: ReferenceLengths | None,
     saved_settings: Mapping[str, Any],
 ) -> None:
-    """Check that what the order depends on is the same on all ranks; each rank asks the same questions.
-
-    Args:
-        agreement: Of the ranks.
-        data_rank: This one.
-        source: The data.
-        file: The reference lengths.
-        saved_settings: What an iterator state depends on.
-
-    Raises:
-        ValueError: If not, on all ranks; the message says in what they differ.
-    """
+    """Check that what the order depends on is the same on all ranks: all ask the same, and all raise or none."""
     rank, world_size = data_rank
     if is_distributed() and world_size > 1 and agreement.is_same(str(rank)):
         raise ValueError(
@@ -97,20 +82,9 @@ def check_same_on_all_ranks(
 def check_training(
     source: Source, settings: PoolSettings, *, ranks: int, resume: str, trainer: Trainer | None
 ) -> list[float] | None:
-    """Check the training data and make one batch of them, before any loader or worker exists.
+    """Check the training data and make one batch of them, before any loader or worker exists; returns as `try_encoder`.
 
-    Args:
-        source: The data.
-        settings: The pool, with what stands in reference_lengths.
-        ranks: Number of data-parallel ranks.
-        resume: How the run is to go on from a checkpoint; 'exact' asks more of the encoder.
-        trainer: What is to train, if there is one.
-
-    Returns:
-        As `try_encoder`.
-
-    Raises:
-        FileNotFoundError, ValueError: See the message: it names the setting or the sample, and the way out.
+    `settings` have what stands in reference_lengths; with `resume` 'exact' the encoder has to be able to do more.
     """
     if overfit_batches := getattr(trainer, "overfit_batches", 0):
         raise ValueError(
@@ -123,17 +97,11 @@ def check_training(
 
 
 def try_encoder(source: Source, settings: PoolSettings, *, resume: str = "auto") -> list[float] | None:
-    """Make one batch of the training data.
+    """Make one batch of the training data; with a token budget return the costs of about the first 100 samples.
 
     It is made in a forked worker, for energon's `@stateless(restore_seeds=True)` keeps the seed of the first worker
     that a process sees; and it stays there, for with `num_workers=0` a batch need not be of a kind that can be sent.
-
-    Returns:
-        With a token budget the costs of the first samples, about 100, else None.
-
-    Raises:
-        ValueError: If there is no batch in time, or the encoder cannot do what `resume` asks for. What the encoder
-            raises comes through as it is.
+    What the encoder raises comes through as it is.
     """
     tolerance = TRIAL_TOLERANCE if source.failure_tolerance is None else source.failure_tolerance
     small = replace(source.small(), failure_tolerance=tolerance)

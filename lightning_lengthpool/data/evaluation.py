@@ -23,17 +23,12 @@ class EvalLoader:
     """Runs over a whole evaluation set from its start each time, with the same number of batches on every rank.
 
     A rank that has no batch left, while another has, yields its last one again; `is_repeat` tells which ones to leave
-    out of a metric. The ranks agree before each batch (one small reduction), because how many batches an encoder
-    makes of a data set (skipped samples, packing, generators) is not known before.
+    out of a metric. The ranks agree before each batch (one small reduction), because how many batches an encoder makes
+    of a data set (skipped samples, packing, generators) is not known before.
 
-    Args:
-        build: Makes a fresh energon loader.
-        length: Batches of the longest rank, None if the encoder may make more of them than samples go in.
-        ranks_with: Takes whether this rank has something, and returns on how many of `world_size` ranks it is so. None
-            if each rank goes on by itself, without repeats.
-        world_size: Number of data-parallel ranks.
-        name: Of the evaluation set, for errors.
-        boundary: Called before each batch, equally often on all ranks.
+    `ranks_with` takes whether this rank has something, and returns on how many of `world_size` ranks it is so; None if
+    each rank goes on by itself, without repeats. `length` counts the batches of the longest rank, None if the encoder
+    may make more of them than samples go in. `boundary` is called before each batch, equally often on all ranks.
     """
 
     def __init__(
@@ -101,11 +96,7 @@ class EvalLoader:
 
 
 def prediction_split(path: DataPath) -> str:
-    """The split that predictions are made for: 'test', or 'val' where there is no 'test'.
-
-    Raises:
-        NoSplitError: If there is neither. What `splits.load_split` raises, too.
-    """
+    """The split that predictions are made for: 'test', or 'val' where there is no 'test'; else a `NoSplitError`."""
     try:
         split_size(path, "test")
     except NoSplitError as error:
@@ -128,13 +119,7 @@ def evaluation_loader(
 ) -> EvalLoader | None:
     """A loader that covers a split from its start at each run, None if there is no such split; on all ranks alike.
 
-    Args:
-        source: The data.
-        split: The split's name.
-        data_rank: Which rank's share.
-        agreement: Of the ranks.
-        boundary: As for `EvalLoader`.
-        repeats: Whether a rank that has fewer batches than another repeats its last one, for collectives in the step.
+    With `repeats` a rank that has fewer batches than another repeats its last one, for collectives in the step.
     """
     rank, ranks = data_rank
     try:  # a worker without a sample would fail in energon
@@ -158,11 +143,7 @@ def evaluation_loader(
 
 
 def check_evaluation(source: Source, split: str, ranks: int, trainer: Trainer | None, *, required: bool) -> None:
-    """Check that a split to validate or test on has a sample for each rank; that it is there at all, if `required`.
-
-    Raises:
-        FileNotFoundError, ValueError: As `checks.check_training`.
-    """
+    """Check that a split to validate or test on has a sample for each rank; that it is there at all, if `required`."""
     if not required and trainer is not None and trainer.limit_val_batches == 0:
         return
     try:

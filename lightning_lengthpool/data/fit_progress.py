@@ -16,21 +16,14 @@ def does(trainer: Trainer | None) -> TrainerFn | None:
 
 
 class FitProgress:
-    """What the loop says of the batches that it has had. Without a fit that is under way, it says nothing.
-
-    Args:
-        trainer: The trainer, which a loop of the user's own need not have.
-    """
+    """What the loop says of the batches that it has had. Without a fit that is under way, it says nothing."""
 
     def __init__(self, trainer: Trainer | None = None) -> None:
         self._trainer = trainer if is_fitting(trainer) else None
         self._at_fetch: tuple[int, int] | None = None
 
     def position(self) -> int | None:
-        """Batches that the loop has had of the epoch that it is in: none unless it was restarted in the middle.
-
-        None without a fit that is under way.
-        """
+        """Batches that the loop has had of this epoch: 0 unless it was restarted in the middle; None without a fit."""
         loop = self._loop()
         return None if loop is None else int(loop.batch_progress.current.ready)
 

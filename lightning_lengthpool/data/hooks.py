@@ -35,14 +35,7 @@ from lightning_lengthpool.ranks.store import is_rank_zero
 class DataHooks(LightningDataModule):
     """Loaders and state of a source of data; `LengthPoolDataModule` says what is set.
 
-    Args:
-        source: Where samples come from.
-        settings: The pool as it is set.
-        resume: How a run goes on from a checkpoint.
-        reference_lengths: The file of lengths that all ranks aim at; None for none.
-        class_fn: Names a sample's class, also where only that file tells the shares; None for no classes.
-        virtual_epoch_length: Batches of an epoch; None for about one pass over the data.
-        given_rank: Which rank this is, as the user says; None for what the trainer or the process group says.
+    `class_fn` names a sample's class also where only the file of reference lengths tells the shares.
 
     Attributes:
         checks_data: Whether `setup` checks the data; turn it off where they are only read and nothing is trained.
@@ -57,7 +50,7 @@ class DataHooks(LightningDataModule):
         reference_lengths: str | Path | None,
         class_fn: ClassFn | None,
         virtual_epoch_length: int | None,
-        given_rank: DataRank | None,
+        given_rank: DataRank | None,  # as the user says; None for what the trainer or the process group says
     ) -> None:
         super().__init__()
         self.source, self.settings, self.class_fn = source, settings, class_fn
@@ -81,11 +74,7 @@ class DataHooks(LightningDataModule):
         return find_data_rank(self.trainer, self._given_rank)
 
     def complete_settings(self) -> PoolSettings:
-        """The pool's settings with what stands in the file of reference lengths, which is read once.
-
-        Raises:
-            FileNotFoundError, ValueError: If the file cannot be read, or does not fit the settings.
-        """
+        """The pool's settings with what stands in the file of reference lengths, which is read once."""
         if self.reference_lengths is None:
             return self.settings
         self._reference = self._reference or read_reference_lengths(self.reference_lengths)
@@ -96,9 +85,7 @@ class DataHooks(LightningDataModule):
     def setup(self, stage: str) -> None:
         """Check the data on all ranks alike, before any loader or worker exists.
 
-        Raises:
-            FileNotFoundError, ValueError: See the message: it names the setting or the sample, and the way out. Where
-                only other ranks fail, this one raises as well, so that none of them waits for ever.
+        Where only other ranks fail, this one raises as well, so that none of them waits for ever.
         """
         if not self.checks_data:
             return
@@ -223,9 +210,7 @@ class DataHooks(LightningDataModule):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take this rank's state out of a checkpoint, before or after the loader was made.
 
-        Raises:
-            ValueError: If it is malformed, lacks the state, or does not fit the settings: the message names what was
-                saved, what is now and the way out.
+        Raises `ValueError` if it is malformed, lacks the state, or does not fit the settings.
         """
         trainer = self.trainer
         if does(trainer) not in (None, TrainerFn.FITTING):

@@ -24,29 +24,15 @@ _FEW_SAMPLES = 16  # that a trial packs from
 
 
 class Training(NamedTuple):
-    """Training data as energon reads them.
+    """Training data as energon reads them."""
 
-    Attributes:
-        dataset: For a loader; it yields `PooledBatch`es.
-        pool: The length pool in it; its `dataset` gives the encoded samples as they come to the pool.
-    """
-
-    dataset: SavableDataset
-    pool: LengthPoolDataset
+    dataset: SavableDataset  # for a loader; it yields `PooledBatch`es
+    pool: LengthPoolDataset  # the length pool in it; its `dataset` gives the encoded samples as they come to the pool
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where samples come from.
-
-    Args:
-        snapshot_samples: Samples that come in at least between two snapshots of a worker's pool. The others are those
-            of `LengthPoolDataModule` with the same names, but that `val_batch_size` is None only for packs.
-
-    Raises:
-        ValueError: If a setting is out of its range; the message names it, its value and what was expected.
-        TypeError: If `task_encoder` is not an energon task encoder.
-    """
+    """Where samples come from: settings of `LengthPoolDataModule`, but that `val_batch_size` is None only for packs."""
 
     path: DataPath
     task_encoder: TaskEncoder
@@ -58,7 +44,7 @@ class Source:
     max_samples_per_sequence: int | None = None
     failure_tolerance: int | None = None
     skip_tolerance: int = 10_000
-    snapshot_samples: int = SNAPSHOT_SAMPLES
+    snapshot_samples: int = SNAPSHOT_SAMPLES  # that come in at least between two snapshots of a worker's pool
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", data_path(self.path))
@@ -93,15 +79,7 @@ class Source:
         return replace(self, shuffle_buffer_size=None, packing_buffer_size=few)
 
     def training(self, settings: PoolSettings, workers: WorkerConfig) -> Training:
-        """The endless stream of training batches of one rank.
-
-        Args:
-            settings: The pool and its batches.
-            workers: The rank and its workers.
-
-        Raises:
-            ValueError: If a method of the encoder builds its batches around the pool; the message names it.
-        """
+        """The endless stream of training batches of one rank."""
         with length_pool(
             self.task_encoder, settings, self.failure_tolerance, self.skip_tolerance, self.snapshot_samples
         ):

@@ -52,13 +52,8 @@ def length_pool(
 ) -> Iterator[None]:
     """Within this context, training data sets that `task_encoder` builds end in a length pool.
 
-    Args:
-        task_encoder: Any energon task encoder that `check_encoder` accepts.
-        settings: The pool.
-        failure_tolerance: Failures in a row that energon's wrappers and the pool let pass, if the failing method does
-            not say so itself; None for the encoder's own default.
-        skip_tolerance: Samples that may be skipped in a row; 0 for no limit.
-        snapshot_samples: Samples that come in at least between two snapshots of the pool.
+    `failure_tolerance` holds for energon's wrappers, too; None for the encoder's own. The rest is as in
+    `LengthPoolDataset`.
     """
 
     def build_batch(
@@ -106,13 +101,7 @@ def length_pool(
 
 
 def check_encoder(task_encoder: TaskEncoder) -> None:
-    """Check that a task encoder can be combined with a length pool.
-
-    Raises:
-        TypeError: If it is not an instance of energon's `TaskEncoder`.
-        ValueError: If it groups samples for batches (`batch_group_criterion`), or if `batch` or `encode_batch` is a
-            generator: a slot is exactly one batch on every rank.
-    """
+    """Check that a task encoder can be combined with a length pool: a slot is exactly one batch on every rank."""
     if not isinstance(task_encoder, TaskEncoder):
         kind = f"the class {task_encoder.__name__}" if isinstance(task_encoder, type) else repr(task_encoder)
         raise TypeError(f"task_encoder is {kind}, expected an instance of megatron.energon.TaskEncoder")
@@ -131,11 +120,7 @@ def check_encoder(task_encoder: TaskEncoder) -> None:
 
 
 def require_length_pool(dataset: SavableDataset, task_encoder: TaskEncoder) -> LengthPoolDataset:
-    """Return the length pool in which the data set ends that the encoder has built.
-
-    Raises:
-        ValueError: If a method of the user's own builds its batches around the pool; the message names it.
-    """
+    """Return the length pool in which the data set ends that the encoder has built; an error if it does not."""
     if isinstance(dataset, LogSampleDataset):
         dataset = dataset.dataset
     if isinstance(dataset, LengthPoolDataset):

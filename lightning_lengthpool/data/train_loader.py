@@ -22,35 +22,22 @@ _FIRST_BATCH_TIMEOUT = 600.0  # seconds until energon's watchdog speaks up: the 
 
 
 class BatchRecord(NamedTuple):
-    """What is known of a batch before its step: see `TrainLoader.pop_record`.
+    """What is known of a batch before its step: see `TrainLoader.pop_record`."""
 
-    Attributes:
-        lengths: Tokens of each of the batch's samples.
-        fetch_started: `time.perf_counter()` when the training loop asked for the batch.
-        data_seconds: Seconds that the loop then waited for it.
-        missed: Whether the batch is of another class than its slot is meant for on all ranks.
-    """
-
-    lengths: tuple[float, ...]
-    fetch_started: float
-    data_seconds: float
-    missed: bool = False
+    lengths: tuple[float, ...]  # tokens of each of the batch's samples
+    fetch_started: float  # `time.perf_counter()` when the training loop asked for the batch
+    data_seconds: float  # that the loop then waited for it
+    missed: bool = False  # of another class than its slot is meant for on all ranks
 
 
 @plain_state()
 @dataclass(frozen=True)
 class RankState:
-    """One rank's iterator state.
+    """One rank's iterator state."""
 
-    Attributes:
-        workers: Those of its workers; None for one that has handed out nothing yet.
-        batches: How many batches the rank has handed out so far.
-        position: How many of them in this epoch.
-    """
-
-    workers: tuple[WorkerState | None, ...] = (None,)
-    batches: int = 0
-    position: int = 0
+    workers: tuple[WorkerState | None, ...] = (None,)  # of its workers; None for one that has handed out nothing yet
+    batches: int = 0  # that the rank has handed out so far
+    position: int = 0  # how many of them in this epoch
 
     @property
     def dropped(self) -> int:
@@ -66,6 +53,8 @@ class RankState:
         return RankState(tuple(workers), self.batches + 1, position)
 
 
+# Makes the data set, and the state from which it goes on: the one that it is given (None for the beginning), or None if
+# it has to begin from the beginning after all.
 Build = Callable[[RankState | None], tuple[Training, RankState | None]]
 
 RECENT = 4  # ranks may be a batch apart, and more where they do not meet at each batch
@@ -78,14 +67,8 @@ class TrainLoader:
     is left early (`limit_train_batches`) goes on where it was left. Energon's loader is built when the first batch is
     asked for, so a state may still be loaded after `iter()`, as some strategies of Lightning do.
 
-    Args:
-        build: Makes the data set, and the state from which it goes on: the one that it is given (None for the
-            beginning), or None if it has to begin from the beginning after all.
-        length: Batches of an epoch, the same on all ranks.
-        state: Where to go on, as `state` returned it; None for the beginning.
-        progress: What the training loop says of its batches.
-        boundary: Called before each batch.
-        is_resumed: Whether the first epoch is one that a checkpoint has cut, of which only what remains is yielded.
+    `length` is the same on all ranks, and `boundary` is called before each batch. With `is_resumed` the first epoch is
+    one that a checkpoint has cut, of which only what remains is yielded.
     """
 
     def __init__(

@@ -42,13 +42,7 @@ _LOOK_EVERY = 1.0  # seconds
 def prepare_workers(loader: LoaderT) -> LoaderT:
     """Let a loader start its workers without the training process's signal handlers, and end with that process.
 
-    It also pins memory only where there is a GPU.
-
-    Args:
-        loader: Any loader of energon's, before it is iterated.
-
-    Returns:
-        The same loader.
+    It also pins memory only where there is a GPU. To be called before the loader is iterated; returns the same one.
     """
     if loader.num_workers:
         loader.multiprocessing_context = _Context()
@@ -73,10 +67,6 @@ class Records(BaseWrapperDataset[Any, T]):
     """A data set of plain records that a worker makes of samples, for `read_in_workers`; nothing of it is saved.
 
     A record is a dataclass with a field `__restore_key__: tuple`, into which energon's loader puts its own position.
-
-    Args:
-        dataset: What the records are made of.
-        worker_config: The rank and its workers.
     """
 
     def __init__(self, dataset: SavableDataset, *, worker_config: WorkerConfig) -> None:
@@ -100,9 +90,7 @@ class Records(BaseWrapperDataset[Any, T]):
 def read_in_workers(dataset: Records[T], *, prefetch_factor: int = 2) -> Generator[T, None, None]:
     """Read a data set in forked workers, which are stopped when the iterator ends or is closed.
 
-    Raises:
-        NothingCameError: If nothing came for `TIMEOUT` seconds.
-        RuntimeError: torch's own, if a worker has died.
+    Raises `NothingCameError` if nothing came for `TIMEOUT` seconds, torch's own `RuntimeError` if a worker has died.
     """
     loader = BasicDataLoader(
         dataset, gc_collect_every_n_steps=0, prefetch_factor=prefetch_factor, watchdog_timeout_seconds=None

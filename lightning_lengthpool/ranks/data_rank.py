@@ -16,23 +16,14 @@ _LAUNCHED = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_
 
 
 class DataRank(NamedTuple):
-    """One of the ranks that share the data.
-
-    Attributes:
-        rank: Its number, from 0.
-        world_size: How many there are.
-    """
+    """One of the ranks that share the data; `rank` counts from 0."""
 
     rank: int
     world_size: int
 
 
 def check_data_rank(rank: int, world_size: int) -> DataRank:
-    """A rank as the user says.
-
-    Raises:
-        ValueError: If there is no such rank.
-    """
+    """A rank as the user says."""
     world_size = check_integer("world_size", world_size, minimum=1)
     rank = check_integer("rank", rank, minimum=0)
     if rank >= world_size:
@@ -43,12 +34,7 @@ def check_data_rank(rank: int, world_size: int) -> DataRank:
 def find_data_rank(trainer: Trainer | None, given: DataRank | None) -> DataRank:
     """Which data-parallel rank this process is: as given, else as the trainer says, else as the process group does.
 
-    Args:
-        trainer: The trainer, if there is one.
-        given: As the user says.
-
-    Raises:
-        ValueError: If a launcher has started several processes, but nothing tells which of them this is.
+    Raises if a launcher has started several processes, but nothing tells which of them this is.
     """
     if given is not None:
         return given
@@ -69,12 +55,7 @@ def find_data_rank(trainer: Trainer | None, given: DataRank | None) -> DataRank:
 
 
 class Agreement:
-    """Small reductions over all processes: of a trainer, else of the process group, else of this one alone.
-
-    Args:
-        trainer: Whose ranks.
-        ranks: Number of data-parallel ranks.
-    """
+    """Small reductions over all processes: of a trainer, else of the process group, else of this one alone."""
 
     def __init__(self, trainer: Trainer | None, ranks: int) -> None:
         self._trainer = trainer

@@ -48,10 +48,8 @@ class Offers:
     Made on all ranks alike, while a process group exists. On the ranks other than zero a thread waits in the store for
     a question and answers it, whatever the rank's main thread is doing then.
 
-    Args:
-        token: A name that nothing else in this process group has, now or later; the same on all ranks.
-        offer: A method that takes a question and gives this rank's plain answer; called in the thread. Its object is
-            not kept alive.
+    `token` is a name that nothing else in this process group has, now or later; the same on all ranks. `offer` is a
+    method that takes a question and gives this rank's plain answer, called in the thread; its object is not kept alive.
     """
 
     def __init__(self, token: str, offer: Callable[[str], Any]) -> None:
@@ -74,14 +72,9 @@ class Offers:
         self.close()
 
     def collect(self, question: str, seconds: float) -> list[Any]:
-        """Ask all other ranks; to be called on rank zero alone.
+        """Ask all other ranks, and wait `seconds` for all of them together; to be called on rank zero alone.
 
-        Args:
-            question: For their `offer`.
-            seconds: How long to wait for all of them together.
-
-        Returns:
-            Their answers, in no particular order; fewer if some did not answer.
+        Their answers come in no particular order, fewer if some did not answer.
         """
         deadline = time.monotonic() + seconds
         try:
@@ -137,16 +130,9 @@ class _Answers(threading.Thread):
 def gather(value: Any, rank: int, ranks: int, name: str, *, last: str = "", seconds: float | None = None) -> list[Any]:
     """Collect one plain object from each data rank on global rank zero, without a collective.
 
-    Args:
-        value: This rank's object.
-        rank: The data rank.
-        ranks: Number of data ranks.
-        name: Of this collection: nothing else in this process group has it, and it is the same on all ranks.
-        last: Name of the last collection, of which an object may have come too late.
-        seconds: How long to wait for each rank; None for `patience`.
-
-    Returns:
-        On global rank zero all ranks' objects, None for one that did not come in time. Elsewhere only this rank's.
+    There it returns all ranks' objects, None for one that did not come in time; elsewhere only this rank's. `name` is
+    one that nothing else in this process group has, the same on all ranks; `last` that of the last collection, of which
+    an object may have come too late. It waits `seconds` in all; None for `patience`.
     """
     values: list[Any] = [None] * ranks
     values[rank] = value

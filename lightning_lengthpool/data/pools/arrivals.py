@@ -36,9 +36,8 @@ class ArrivalsState:
 class Arrivals:
     """The samples that have come into one worker's pool.
 
-    Attributes:
-        tolerance: Samples that may be read in a row before one comes in; 0 for any number.
-        buffered: How many more energon's own buffers hold back.
+    `tolerance` samples (0: any number) may be read in a row before one comes in, and `buffered` more, which energon's
+    own buffers hold back.
     """
 
     def __init__(self) -> None:
@@ -47,11 +46,7 @@ class Arrivals:
         self._last: Any = None  # the last one's key
 
     def read(self, worker_config: WorkerConfig) -> None:
-        """Count a sample that is read, before it is known what becomes of it.
-
-        Raises:
-            StarvedError: If too many were read in a row and none has come in.
-        """
+        """Count a sample that is read, before it is known what becomes of it; `StarvedError` for too many in a row."""
         self._read += 1
         if self.tolerance and self._read > self.tolerance + self.buffered:
             what = f"{self._read - 1} samples were read in a row and none came into the pool"
@@ -73,15 +68,7 @@ class Arrivals:
 
 
 class Replay:
-    """Reads again what an iterator state names, and keeps in mind what is not as it was.
-
-    Args:
-        dataset: Where the samples come from.
-        settings: The pool, which measures them.
-
-    Attributes:
-        differences: A sentence for each difference.
-    """
+    """Reads again what an iterator state names, and keeps a sentence for each of the `differences` to what was."""
 
     def __init__(self, dataset: SavableDataset, settings: PoolSettings) -> None:
         self._dataset = dataset
@@ -89,15 +76,7 @@ class Replay:
         self.differences: list[str] = []
 
     def sample(self, key: Any, cost: float) -> tuple[Any, Size] | None:
-        """Read one sample again by its key.
-
-        Args:
-            key: Its restore key.
-            cost: What it cost when the state was saved.
-
-        Returns:
-            The sample with its length and cost; None if it fails now.
-        """
+        """Read one sample again by its restore key, which had this cost then; None if it fails now."""
         try:
             sample = self._dataset.restore_sample(key)
             size = self._settings.measure(sample)

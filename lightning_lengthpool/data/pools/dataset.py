@@ -35,17 +35,11 @@ from lightning_lengthpool.ordering.sorted_pool import SNAPSHOT_SAMPLES
 @plain_state()
 @dataclass(frozen=True)
 class WorkerState:
-    """One worker's iterator state.
-
-    Attributes:
-        pool: Its pool's.
-        slots: Batches handed out so far.
-        indices: How often each stage has run, by which energon seeds it.
-    """
+    """One worker's iterator state."""
 
     pool: FlushState | StreamState
-    slots: int
-    indices: tuple[int, ...]
+    slots: int  # batches handed out so far
+    indices: tuple[int, ...]  # how often each stage has run, by which energon seeds it
 
     def without_snapshot(self) -> "WorkerState":
         """What has changed since the snapshot; it goes with few batches, because it is large."""
@@ -59,22 +53,14 @@ class WorkerState:
 
 @dataclass
 class PooledBatch:
-    """A user's batch on its way from the worker to the main process, with what travels beside it.
-
-    Attributes:
-        batch: The user's batch.
-        lengths: Tokens of each of its samples.
-        state: The iterator state after this batch; without its snapshot if that is the one of the batch before.
-        missed: Whether the batch is of another class than its slot is meant for on all ranks.
-        warning: Something that the user should know, said in the main process.
-    """
+    """A user's batch on its way from the worker to the main process, with what travels beside it."""
 
     batch: Any
-    lengths: tuple[float, ...]
+    lengths: tuple[float, ...]  # tokens of each of its samples
     __key__: list[str]
-    state: WorkerState | None = None
-    missed: bool = False
-    warning: str | None = None
+    state: WorkerState | None = None  # after this batch; without its snapshot if that is the one of the batch before
+    missed: bool = False  # of another class than its slot is meant for on all ranks
+    warning: str | None = None  # something that the user should know, said in the main process
     __restore_key__: tuple[Any, ...] = field(default=())  # where energon's loader puts its own position
 
     def pin_memory(self) -> "PooledBatch":
@@ -84,20 +70,16 @@ class PooledBatch:
 
 
 class LengthPoolDataset(BaseWrapperDataset[Any, PooledBatch]):
-    """Pools the samples of a dataset by length and yields batches (`PooledBatch`).
+    """Pools the encoded samples of a dataset by length and yields batches (`PooledBatch`).
 
-    Args:
-        dataset: Encoded samples.
-        settings: The pool and its batches.
-        batch: Collates a list of samples; None (with a slot of one sample) yields the sample itself as the batch.
-        encode_batch: Applied to the collated batch, if given.
-        postencode: Applied to each sample after it has left the pool, if given; may yield several samples or none.
-        failure_tolerance: Failures in a row after which a `FatalSampleError` ends the iteration, of a method that does
-            not say so itself (`@stateless(failure_tolerance=...)`); 0 for no limit.
-        skip_tolerance: Samples that may be read in a row without one that comes into the pool, or leave it without a
-            batch, before a `StarvedError` ends the iteration; 0 for no limit.
-        snapshot_samples: Samples that come in at least between two snapshots of the pool.
-        worker_config: The rank and its workers.
+    `batch` collates a list of samples; None (with a slot of one sample) yields the sample itself as the batch.
+    `encode_batch` is applied to the collated batch, `postencode` to each sample after it has left the pool: it may
+    yield several samples or none.
+
+    `failure_tolerance`: failures in a row after which a `FatalSampleError` ends the iteration, of a method that does
+    not say so itself (`@stateless(failure_tolerance=...)`). `skip_tolerance`: samples that may be read in a row without
+    one that comes into the pool, or leave it without a batch, before a `StarvedError` ends it. 0 for no limit.
+    `snapshot_samples`: samples that come in at least between two snapshots of the pool.
     """
 
     def __init__(

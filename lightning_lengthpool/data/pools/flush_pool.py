@@ -29,48 +29,28 @@ _UNKNOWN = Measured(0.0, 0.0)  # of a sample that was measured when it was saved
 @plain_state("keys", "costs", "data")
 @dataclass(frozen=True)
 class FlushSnapshot:
-    """A pool that was just ordered, and what had been read by then.
+    """A pool that was just ordered, and what had been read by then."""
 
-    Attributes:
-        pools: Pools ordered by then, with this one.
-        keys: Of the pool's samples, in their order, plain.
-        costs: Of the same.
-        arrivals: What had come in.
-        data: energon's state of the data, plain.
-        error: Why there is none; None if there is.
-    """
-
-    pools: int
-    keys: list[Any]
-    costs: list[float]
+    pools: int  # ordered by then, with this one
+    keys: list[Any]  # of the pool's samples, in their order, plain
+    costs: list[float]  # of the same
     arrivals: ArrivalsState
-    data: Any
-    error: str | None = None
+    data: Any  # energon's state of the data, plain
+    error: str | None = None  # why there is none; None if there is
 
 
 @plain_state()
 @dataclass(frozen=True)
 class FlushState:
-    """A flush pool's iterator state: a snapshot, and what has changed since.
+    """A flush pool's iterator state: a snapshot, and what has changed since."""
 
-    Attributes:
-        snapshot: None before the first batch.
-        pools: Pools ordered so far.
-        index: Which sample of the pool that is handed out is the next one.
-        holes: Of the following ones those that have left out of their turn, and what they cost: `(index, cost)`.
-        arrived: How many samples have come in since the snapshot.
-        taken: Which of these have left out of their turn, before their pool was ordered.
-        failed: Which of these could not be measured.
-        arrivals: What has come in.
-    """
-
-    snapshot: FlushSnapshot | None
-    pools: int
-    index: int
-    holes: tuple[tuple[int, float], ...]
-    arrived: int
-    taken: tuple[int, ...]
-    failed: tuple[int, ...]
+    snapshot: FlushSnapshot | None  # None before the first batch
+    pools: int  # ordered so far
+    index: int  # which sample of the pool that is handed out is the next one
+    holes: tuple[tuple[int, float], ...]  # `(index, cost)` of following ones that left out of their turn
+    arrived: int  # how many samples have come in since the snapshot
+    taken: tuple[int, ...]  # which of these have left out of their turn, before their pool was ordered
+    failed: tuple[int, ...]  # which of these could not be measured
     arrivals: ArrivalsState
     dropped: ClassVar[int] = 0
 
@@ -277,11 +257,9 @@ class FlushPool(Pool[FlushState]):
                 self._ready.append(_Held(sample, keys[index], size.length, size.cost), index)
 
     def _read_since(self, arrived: int, *, skip: int) -> None:
-        """Read the samples once more that have come in since the snapshot.
+        """Read the `arrived` samples once more that have come in since the snapshot.
 
-        Args:
-            arrived: How many.
-            skip: How many of them, but for those that left out of their turn, belonged to pools that are gone.
+        The first `skip` of them, but for those that left out of their turn, belonged to pools that are gone.
         """
         taken, failed = set(self._taken), set(self._failed)
         for number, sample in zip(range(arrived), self._upstream, strict=False):

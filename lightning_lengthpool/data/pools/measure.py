@@ -23,12 +23,9 @@ class Measured(NamedTuple):
 class Measurer:
     """Measures a sample; None where that fails, and energon's error handler then shows the sample and the error.
 
-    Args:
-        settings: The pool, which says how to measure.
-        worker_config: Has the error handler.
-        failure_tolerance: Failures of one function in a row after which a `FatalSampleError` with the last one ends the
-            iteration, unless the function says so itself (`@stateless(failure_tolerance=...)`); 0 for no limit.
-        class_fn: Where there is one before its shares are known; None for that of the settings.
+    `failure_tolerance` failures of one function in a row end the iteration with a `FatalSampleError`, unless the
+    function says so itself (`@stateless(failure_tolerance=...)`); 0 for no limit. `class_fn` is given where there is
+    one before its shares are known.
     """
 
     def __init__(
@@ -74,5 +71,4 @@ class Measurer:
 
 
 def _name(function: Any) -> str:
-    """What a user calls a function."""
     return f"{function.__module__}.{function.__qualname__}" if hasattr(function, "__qualname__") else repr(function)

@@ -21,8 +21,7 @@ _OBJECTS: dict[str, tuple[Any, frozenset[str]]] = {SliceState.__name__: (SliceSt
 def plain_state(*plain: str) -> Callable[[ClassT], ClassT]:
     """Decorate a frozen dataclass, whose objects then have a plain form.
 
-    Args:
-        *plain: Fields that hold plain containers already, which are never changed: they are not copied.
+    The fields named hold plain containers already, which are never changed: they are not copied.
     """
 
     def register(cls: ClassT) -> ClassT:
@@ -35,12 +34,7 @@ def plain_state(*plain: str) -> Callable[[ClassT], ClassT]:
 def to_plain(value: Any, known: dict[int, Any] | None = None) -> Any:
     """Return a state in plain containers; what several of its parts share is shared there, too.
 
-    Args:
-        value: The state.
-        known: Plain forms of objects by their `id`, while these live.
-
-    Raises:
-        TypeError: If there is something in it that has no plain form; the message names its type.
+    `known` has plain forms of objects by their `id`, while these live. Raises `TypeError` for what has no plain form.
     """
     known = {} if known is None else known
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
@@ -65,9 +59,7 @@ def to_plain(value: Any, known: dict[int, Any] | None = None) -> Any:
 def from_plain(value: Any) -> Any:
     """Return a plain state with its objects, in the form in which energon's datasets restore theirs.
 
-    Raises:
-        ValueError: If it names an object that no state holds.
-        TypeError: If an object lacks a field, or has one too many.
+    Raises `ValueError` for an object that no state holds, `TypeError` for one that lacks a field or has one too many.
     """
     if isinstance(value, dict):
         name = value.get(_OBJECT)

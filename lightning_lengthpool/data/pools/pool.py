@@ -21,19 +21,12 @@ class Entry(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """What one batch is made of.
+    """What one batch is made of."""
 
-    Attributes:
-        entries: The samples that are there.
-        costs: The costs that belong there: also of samples that have left out of their turn.
-        class_name: The samples' class, None without classes.
-        meant: The class that the slot is meant for on all ranks, see `sorted_pool.Block`.
-    """
-
-    entries: list[Entry]
-    costs: list[float]
-    class_name: Hashable = None
-    meant: Hashable = None
+    entries: list[Entry]  # the samples that are there
+    costs: list[float]  # that belong there: also of samples that have left out of their turn
+    class_name: Hashable = None  # the samples'; None without classes
+    meant: Hashable = None  # the class that the slot is meant for on all ranks, see `sorted_pool.Block`
 
     @property
     def missed(self) -> bool:
@@ -47,16 +40,9 @@ StateT = TypeVar("StateT")  # FlushState or StreamState: a snapshot, None before
 class Pool(ABC, Generic[StateT]):
     """One worker's pool over a stream of encoded samples: samples come in, and leave by slots.
 
-    Args:
-        dataset: The stream; `restore_sample` re-reads one of its samples by key.
-        settings: The pool.
-        failure_tolerance: See `measure.Measurer`.
-        snapshot_samples: Samples that come in at least between two snapshots.
-        arrivals: Counts what comes in; None for a new one.
-
-    Attributes:
-        warning: Something that the user should know; whoever passes it on sets it to None.
-        differences: What `start` has found to be otherwise than it was saved, a sentence each.
+    Samples are re-read by key with the stream's `restore_sample`; at least `snapshot_samples` come in between two
+    snapshots. `warning` is something that the user should know; whoever passes it on sets it to None. `differences` are
+    what `start` has found to be otherwise than it was saved, a sentence each.
     """
 
     def __init__(
@@ -76,14 +62,10 @@ class Pool(ABC, Generic[StateT]):
         self._upstream: Iterator[Any] = iter(())
 
     def start(self, state: StateT | None = None, *, lose: bool = False) -> Iterator[Slot]:
-        """Start to read the data; with a state, bring back what a new pool would have held then.
+        """Start to read the data, and return the slots, up to the end of a finite stream.
 
-        Args:
-            state: Where to go on; None for the beginning.
-            lose: Go on without the samples that would have to be re-read by their keys.
-
-        Returns:
-            The slots, up to the end of a finite stream.
+        With a state, bring back what a new pool would have held then; with `lose` go on without the samples that would
+        have to be re-read by their keys.
         """
         saved: Any = state
         if saved is None or saved.snapshot is None:

@@ -25,52 +25,30 @@ _TOO_MANY = 1000  # samples in a row that are left out: an endless stream of the
 @plain_state("costs", "classes", "history", "keys", "data")
 @dataclass(frozen=True)
 class StreamSnapshot:
-    """What a stream pool held at some moment.
+    """What a stream pool held at some moment."""
 
-    Attributes:
-        slots: Handed out by then.
-        worker: Whose draws these were.
-        costs: Of the samples, by class and in order.
-        classes: Of the same; None without classes.
-        history: What the sorted pool remembers: `(class, costs, how many of the last it does not aim at yet)`.
-        dropped: Samples that were left out.
-        arrivals: What had come in.
-        keys: Of the samples, plain.
-        data: energon's state of the data, plain.
-        error: Why there are none; None if there are.
-    """
-
-    slots: int
-    worker: int
-    costs: list[float]
-    classes: list[Hashable] | None
-    history: list[tuple[Hashable, list[float], int]]
-    dropped: int
+    slots: int  # handed out by then
+    worker: int  # whose draws these were
+    costs: list[float]  # of the samples, by class and in order
+    classes: list[Hashable] | None  # of the same; None without classes
+    history: list[tuple[Hashable, list[float], int]]  # `(class, costs, how many of the last are not aimed at yet)`
+    dropped: int  # samples that were left out
     arrivals: ArrivalsState
-    keys: list[Any]
-    data: Any
-    error: str | None = None
+    keys: list[Any]  # of the samples, plain
+    data: Any  # energon's state of the data, plain
+    error: str | None = None  # why there are none; None if there are
 
 
 @plain_state()
 @dataclass(frozen=True)
 class StreamState:
-    """A stream pool's iterator state: a snapshot, and what has changed since.
+    """A stream pool's iterator state: a snapshot, and what has changed since."""
 
-    Attributes:
-        snapshot: None before the first batch.
-        slots: Handed out since the snapshot.
-        again: Which of these took other samples, and how often: `(slot, times)`.
-        failed: Which of the samples that came in since could not be measured.
-        dropped: Samples that were left out so far, since the beginning.
-        arrivals: What has come in.
-    """
-
-    snapshot: StreamSnapshot | None
-    slots: int
-    again: tuple[tuple[int, int], ...]
-    failed: tuple[int, ...]
-    dropped: int
+    snapshot: StreamSnapshot | None  # None before the first batch
+    slots: int  # handed out since the snapshot
+    again: tuple[tuple[int, int], ...]  # which of these took other samples, and how often: `(slot, times)`
+    failed: tuple[int, ...]  # which of the samples that came in since could not be measured
+    dropped: int  # samples left out so far, since the beginning
     arrivals: ArrivalsState
 
 

@@ -39,11 +39,7 @@ Description = dict[str, Any]
 def describe_data(path: str | Path, split: str) -> list[Description]:
     """What the samples of a split and their order depend on, wherever the data lie; for each data set of a blend.
 
-    Returns:
-        Plain containers whose size does not depend on the number of shards.
-
-    Raises:
-        FileNotFoundError, ValueError: As `splits.load_split`.
+    Plain containers, whose size does not depend on the number of shards.
     """
     loaded = load_split(path, split)
     looks = max(_LEAST, LOOKS // len(loaded))
@@ -53,13 +49,7 @@ def describe_data(path: str | Path, split: str) -> list[Description]:
 def check_same_data(before: Any, now: Sequence[Description], way_out: str) -> None:
     """Compare what a checkpoint knows of its data with the data now; warn if they are only probably the same.
 
-    Args:
-        before: Of the checkpoint, as `describe_data` made it.
-        now: The same of the data now.
-        way_out: Another sentence for the error.
-
-    Raises:
-        ValueError: If they differ; the message says in what, and the way out.
+    Errors end with the sentence `way_out`.
     """
     try:
         differences = list(_differences(before, now))

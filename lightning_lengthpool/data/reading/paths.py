@@ -11,14 +11,9 @@ REMOTE = ("msc", "rclone", "dss")  # what energon reads beside local files
 
 
 def data_path(path: Any, setting: str = "path") -> str | Path | EPath:
-    """Where a data set lies, as energon takes it.
+    """Where a data set lies, as energon takes it; `setting` names the path in errors.
 
-    Args:
-        path: A local path, also with `~` or as `file://` URL; or one of energon's URLs (`msc://...`).
-        setting: What names it, for messages.
-
-    Raises:
-        ValueError: If it is no path, or a URL that energon cannot read; the message names the setting and the value.
+    A path may be local, also with `~` or as `file://` URL, or one of energon's URLs (`msc://...`).
     """
     if isinstance(path, EPath):
         return path

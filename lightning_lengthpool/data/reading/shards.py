@@ -53,12 +53,7 @@ _Source.__name__ = WebdatasetSampleLoaderDataset.__name__  # which stands in the
 
 
 def watch_sources(dataset: SavableDataset, counter: ReadCounter | None = None) -> None:
-    """Let a data set name the shard that it cannot read.
-
-    Args:
-        dataset: As energon built it.
-        counter: Counts what is read; None for no one.
-    """
+    """Let a data set, as energon built it, name the shard that it cannot read, and count what it reads."""
     for part in parts_of(dataset):
         if type(part) is WebdatasetSampleLoaderDataset:
             part.__class__ = _Source

@@ -31,11 +31,7 @@ def split_size(path: str | Path, split: str) -> int:
 
 
 def require_samples(path: str | Path, split: str, needed: int, for_whom: str, way_out: str) -> None:
-    """Check that a split has a sample for everyone who needs one.
-
-    Raises:
-        ValueError: If it has not; the message names the counts. What `load_split` raises, too.
-    """
+    """Check that a split has a sample for everyone who needs one."""
     by_worker = worker_samples(path, split, needed)
     samples, without = int(by_worker.sum()), int((by_worker.sum(axis=0) <= 0).sum())
     if without:
@@ -61,19 +57,7 @@ def workers_with_samples(path: str | Path, split: str, ranks: int, most: int) ->
 
 
 def worker_samples(path: str | Path, split: str, workers: int) -> NDArray[np.int64]:
-    """How many samples of a pass each worker of all ranks has, as energon deals them out.
-
-    Args:
-        path: The data set.
-        split: Its split.
-        workers: Workers of all ranks together.
-
-    Returns:
-        Shape `[data sets of the split, workers]`.
-
-    Raises:
-        ValueError: If a `subset` does not fit its data set. What `load_split` raises, too.
-    """
+    """Samples of a pass for each worker of all ranks, as energon deals them: `[data sets of the split, workers]`."""
     loaded = load_split(path, split, workers)
     rows, before = [], 0
     for one in loaded:
@@ -91,10 +75,8 @@ def worker_samples(path: str | Path, split: str, workers: int) -> NDArray[np.int
 def load_split(path: str | Path, split: str, workers: int = 1) -> list[LoadedDataset]:
     """The data sets that make up a split, each with its weight or repetitions, dealt out to so many workers.
 
-    Raises:
-        FileNotFoundError: If there is nothing at `path`.
-        ValueError: If it is not a prepared energon data set.
-        NoSplitError: If the data set has no such split, or an empty one.
+    Raises `FileNotFoundError` if there is nothing at `path`, `NoSplitError` if the data set has no such split or an
+    empty one, and `ValueError` if it is not a prepared energon data set.
     """
     path = data_path(path)
     where = EPath(path)

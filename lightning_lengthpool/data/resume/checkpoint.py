@@ -31,13 +31,7 @@ def beginning() -> dict[str, Any]:
 
 
 def join(settings: Mapping[str, Any], batches: int, ranks: Sequence[Any]) -> dict[str, Any]:
-    """What goes into the checkpoint.
-
-    Args:
-        settings: What the states depend on.
-        batches: How many batches each rank has trained on.
-        ranks: The states after these, by data rank, plain; None for a rank whose state is not known.
-    """
+    """What goes into the checkpoint; of `ranks`, the plain states by data rank, one that is not known is None."""
     missing = [rank for rank, state in enumerate(ranks) if state is None]
     if missing:
         warnings.warn(
@@ -60,14 +54,9 @@ def join(settings: Mapping[str, Any], batches: int, ranks: Sequence[Any]) -> dic
 def choose(offers: Mapping[int, Mapping[int, Any]], wanted: int, ranks: int) -> tuple[int, list[Any]]:
     """Choose one state of each rank, all of them after the same batch.
 
-    Args:
-        offers: By data rank and number of batches the states after its last batches.
-        wanted: The number of batches that the model was trained on.
-        ranks: Number of data ranks.
-
-    Returns:
-        A number of batches, and the states after these by data rank, None for a rank that offers none. If not all
-        offer the wanted one it is, with a warning, the largest that all of them do.
+    `offers` has, by data rank and number of batches, the states after a rank's last batches. Returns a number of
+    batches, and the states after these by data rank, None for a rank that offers none. If not all offer the `wanted`
+    one it is, with a warning, the largest that all of them do.
     """
     by_rank = [offers.get(rank, {}) for rank in range(ranks)]
     common = set.intersection(*(set(own) for own in by_rank))
@@ -83,11 +72,7 @@ def choose(offers: Mapping[int, Mapping[int, Any]], wanted: int, ranks: int) -> 
 
 
 def check(saved: Any) -> None:
-    """Check that what a checkpoint holds looks like a data state of this version.
-
-    Raises:
-        ValueError: If not; the message says what is wrong.
-    """
+    """Check that what a checkpoint holds looks like a data state of this version."""
     problem = None
     if isinstance(saved, Mapping) and isinstance(saved.get("version"), int) and saved["version"] != VERSION:
         problem = f"is of version {saved['version']}, and this release reads version {VERSION}"
@@ -139,19 +124,9 @@ def split(
 ) -> RankState | None:
     """Find a rank's state in a checkpoint, also of another shape with the same number of workers in all.
 
-    Args:
-        saved: As `join` made it.
-        settings: What the states depend on, now; `ranks` and `num_workers` among them.
-        rank: The data rank.
-        accumulated: Micro-batches of an optimizer step, to name a step in an error.
-
-    Returns:
-        The rank's state, None for the beginning.
-
-    Raises:
-        IncompleteStateError: If the checkpoint lacks the states.
-        ValueError: If it is malformed or the settings do not fit; the message names what was saved, what is now, and
-            the way out.
+    None for the beginning. `accumulated`, the micro-batches of an optimizer step, serves to name a step in an error.
+    Raises `IncompleteStateError` if the checkpoint lacks the states, `ValueError` if it is malformed or the settings do
+    not fit.
     """
     check(saved)
     if saved["batches"] == 0:
@@ -184,7 +159,6 @@ def split(
 
 
 def _rank_state(saved: Mapping[str, Any], rank: int) -> RankState:
-    """A rank's state out of its plain form."""
     workers = []
     for number, worker in enumerate(saved["workers"]):
         try:
@@ -201,11 +175,7 @@ def _rank_state(saved: Mapping[str, Any], rank: int) -> RankState:
 
 
 def check_settings_fit(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Check that a state which was taken with some settings has a meaning with others; its shape is not looked at.
-
-    Raises:
-        ValueError: If not; the message names a setting that differs, its two values and the way out.
-    """
+    """Check that a state which was taken with some settings has a meaning with others; its shape is not looked at."""
     check_same_data(before.get("path"), now["path"], FRESH)
     for name in sorted(set(now) | set(before)):
         if name not in ("ranks", "num_workers", "path") and before.get(name) != now.get(name):

@@ -95,8 +95,7 @@ class DataState:
     def align(self, agreement: Agreement) -> None:
         """Go back to the last batch that all ranks have trained on: an exception may leave them a batch apart.
 
-        Raises:
-            ValueError: If some rank cannot; on all ranks alike.
+        If some rank cannot, a `ValueError` on all ranks alike.
         """
         own = self.own
         batches = 0 if own is None else own.batches
@@ -162,18 +161,7 @@ class DataState:
     def load(
         self, saved: Mapping[str, Any], settings: dict[str, Any], rank: int, *, accumulated: int, keep: bool
     ) -> None:
-        """Take this rank's state out of a checkpoint.
-
-        Args:
-            saved: What the checkpoint holds.
-            settings: What the states depend on, now.
-            rank: The data rank.
-            accumulated: Micro-batches of an optimizer step.
-            keep: Whether this rank may have to save the same again.
-
-        Raises:
-            ValueError: As `checkpoint.split`.
-        """
+        """Take this rank's state out of a checkpoint; `keep` if it may have to save the same again."""
         own = checkpoint.split(saved, settings, rank, accumulated=accumulated)
         self.settings, self.handed, self.is_loaded = settings, None, True
         self._whole, self._whole_own = saved if keep else None, own

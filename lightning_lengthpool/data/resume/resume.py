@@ -24,10 +24,8 @@ RESUME = ("auto", "exact", "approximate", "fresh")
 class Resume:
     """Decides where a data module's stream goes on, and says so where that is not what the user may believe.
 
-    Args:
-        mode: One of `RESUME`.
-        name: Under which Lightning keeps the state: the data module's class name.
-        seeded: The encoder's methods that draw random numbers again as they were.
+    `mode` is one of `RESUME`, `name` the data module's class, under which Lightning keeps the state, and `seeded` the
+    encoder's methods that draw random numbers again as they were.
     """
 
     def __init__(self, mode: str, name: str, seeded: list[str]) -> None:
@@ -46,11 +44,7 @@ class Resume:
     def load(
         self, saved: Mapping[str, Any], settings: dict[str, Any], rank: int, *, accumulated: int, keep: bool
     ) -> None:
-        """Take a rank's state out of a checkpoint; as `DataState.load`.
-
-        Raises:
-            ValueError: If it is malformed or does not fit; with 'exact' also if it lacks the state.
-        """
+        """Take a rank's state out of a checkpoint, as `DataState.load`; with 'exact' it must not lack the state."""
         if not saved:
             return  # as if there were none
         self._has_arrived = True
@@ -68,11 +62,7 @@ class Resume:
             self._check_seeds(saved["settings"]["num_workers"], settings["num_workers"])
 
     def lacks_state(self, trainer: Trainer | None) -> bool:
-        """Whether a fit goes on from a checkpoint that has no state for this data module; says so once.
-
-        Raises:
-            ValueError: If so, and the mode is 'exact'.
-        """
+        """Whether a fit resumes from a checkpoint without this module's state; says so once, or raises if 'exact'."""
         if trainer is None or not is_fitting(trainer) or not trainer.ckpt_path or self._has_arrived:
             return False
         self._has_arrived = True  # once is enough
@@ -126,11 +116,7 @@ class Resume:
     # ---- from the fit before
 
     def prepare(self, settings: dict[str, Any], agreement: Agreement, data_rank: DataRank) -> None:
-        """Make the state of the fit before fit this one, on all ranks alike.
-
-        Raises:
-            ValueError: If the ranks stand at different batches.
-        """
+        """Make the state of the fit before fit this one, on all ranks alike."""
         if self.state.own is not None:
             before = self.state.settings
             try:

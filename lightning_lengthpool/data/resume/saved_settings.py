@@ -25,13 +25,6 @@ def saved_settings(
 
     A setting that is added here is missing in older checkpoints, where it counts as None; if that is not what they were
     trained with, `checkpoint.VERSION` has to go up.
-
-    Args:
-        source: Of it `OF_SOURCE`.
-        settings: The pool; of it `PoolSettings.identity`.
-        ranks: Data-parallel ranks.
-        data: What the training data are.
-        reference: What stands in the file of reference lengths.
     """
     return {
         "path": data,

@@ -19,10 +19,8 @@ from lightning.pytorch import Trainer
 class SignalGuard:
     """Stands before the handler that Lightning installs for SLURM's signal, on several ranks.
 
-    Args:
-        trainer: The trainer, whose handlers are installed by the first `boundary`.
-        tell: Brings the number of a boundary to `save_at` of all other ranks, and returns when all have it; for the
-            rank that decides. None on the other ranks.
+    Lightning has installed it by the first `boundary`. `tell` brings the number of a boundary to `save_at` of all other
+    ranks, and returns when all have it; it is None on all ranks but the one that decides.
     """
 
     def __init__(self, trainer: Trainer, tell: Callable[[int], Any] | None) -> None:
