@@ -35,10 +35,6 @@ def check_settings(settings: PoolSettings, source: Source) -> None:
             "a batch has as many samples as fit. Set batch_size, or max_tokens, or packing_buffer_size and an encoder "
             "that packs."
         )
-    if not all(isinstance(name, str) for name in settings.class_shares or ()):
-        raise ValueError(
-            f"class_shares is {settings.class_shares}, expected the share of each class by its name, a text"
-        )
     if not settings.is_off and settings.pool_size < settings.slot_size:
         warnings.warn(
             f"pool_size {settings.pool_size} is smaller than batch_size {settings.batch_size}: one batch spans several "

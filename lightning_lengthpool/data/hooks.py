@@ -65,6 +65,7 @@ class DataHooks(LightningDataModule):
         self._resume = Resume(resume, type(self).__qualname__, methods_with_seeds(source.task_encoder))
         self._eval_loader: EvalLoader | None = None
         self._reference: ReferenceLengths | None = None  # once the file is read
+        self._complete: tuple[PoolSettings, PoolSettings] | None = None  # the settings, and these with the file
         self._described: tuple[DataPath, list[Description]] | None = None  # once the data are looked at
         self._first_costs: list[float] | None = None  # with a token budget, once the encoder is tried
 
@@ -78,7 +79,9 @@ class DataHooks(LightningDataModule):
         if self.reference_lengths is None:
             return self.settings
         self._reference = self._reference or read_reference_lengths(self.reference_lengths)
-        return with_reference(self.settings, self._reference, self.class_fn)
+        if self._complete is None or self._complete[0] is not self.settings:  # the Tuner may set batch_size
+            self._complete = self.settings, with_reference(self.settings, self._reference, self.class_fn)
+        return self._complete[1]
 
     # ---- loaders
 

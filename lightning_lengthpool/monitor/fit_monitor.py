@@ -103,7 +103,8 @@ class FitMonitor:
             rank_zero_warn(UNSUPPORTED.format(strategy=type(trainer.strategy).__name__))
         self._fetches = FetchTimer(trainer)
         self._hooks = ComputeHooks(module, self.recorder, self._is_ddp) if measured else None
-        hosts, workers, self._name = self._agree(_settings(trainer).get("num_workers"))
+        self._settings = _settings(trainer)  # asked once: the data module counts its samples for it
+        hosts, workers, self._name = self._agree(self._settings.get("num_workers"))
         self.writer: RunWriter | None = None  # on rank zero
         if files is not None:
             about = About(hosts=hosts, workers_by_rank=workers)
@@ -121,7 +122,7 @@ class FitMonitor:
         if not self._is_training:  # only now a resumed loop has counted the step that its checkpoint ends
             self._is_training = True
             if self.writer is not None:
-                self.writer.start(step, run, _settings(self._trainer))
+                self.writer.start(step, run, self._settings)
         if record is not None:
             missed = getattr(record, "missed", False)
             self.recorder.begin(step, lengths, record.fetch_started, record.data_seconds, missed)

@@ -69,7 +69,8 @@ class PoolSettings:
         over_budget: What happens to a sample that alone costs more: 'error', 'alone' (a batch of its own) or 'drop'.
         reference: Costs that all ranks aim at; None for none.
         class_fn: Takes an encoded sample and names its class; a batch then holds one class. None for no classes.
-        class_shares: Share of the batches that each class has, adding up to 1; needed with `class_fn`.
+        class_shares: Share of the batches that each class has, adding up to 1; needed with `class_fn`, which
+            names classes by texts; where no function is asked, as in a simulation, numbers do as well.
 
     Raises:
         ValueError: If a setting is out of its range or goes with another policy; the message names it, its value and
@@ -116,7 +117,7 @@ class PoolSettings:
         if self.class_fn is not None and self.class_shares is None:
             raise ValueError("class_fn and class_shares go together: set both, or neither")
         if self.class_shares is not None:
-            _check_shares(self.class_shares)
+            _check_shares(self.class_shares, str if self.class_fn is not None else (str, int))
             # in one order on all ranks, whatever the order in which they were written down
             object.__setattr__(self, "class_shares", dict(sorted(self.class_shares.items(), key=lambda item: item[0])))
         self._check_warmup()
@@ -298,8 +299,8 @@ def check_one_of(name: str, value: Any, expected: tuple[str, ...]) -> None:
         raise ValueError(f"{name} is {value!r}, expected one of: {', '.join(expected)}")
 
 
-def _check_shares(shares: Mapping[Any, float]) -> None:
-    if not isinstance(shares, Mapping) or not shares or not all(isinstance(name, (str, int)) for name in shares):
+def _check_shares(shares: Mapping[Any, float], names: Any) -> None:
+    if not isinstance(shares, Mapping) or not shares or not all(isinstance(name, names) for name in shares):
         raise ValueError(f"class_shares is {shares!r}, expected the share of each class by its name")
     for name, share in shares.items():
         check_positive(f"class_shares[{name!r}]", share)

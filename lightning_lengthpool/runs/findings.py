@@ -220,7 +220,7 @@ def difference_in(summary: Summary, lengths: Sequence[Array], settings: Mapping[
 
 
 def _has_pool(settings: Mapping[str, Any]) -> bool:
-    return settings.get("policy", "none") != "none" and bool(settings.get("pool_size"))
+    return "policy" in settings and not PoolSettings(None, settings.get("pool_size") or 0, settings["policy"]).is_off
 
 
 def _batch_size(summary: Summary, settings: Mapping[str, Any]) -> int | None:

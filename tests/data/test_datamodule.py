@@ -282,6 +282,18 @@ def test_a_pool_that_is_not_like_its_reference_warns_in_the_main_process(
     module.teardown("fit")
 
 
+def test_a_reference_file_is_read_and_priced_once_and_follows_the_batch_size(
+    dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    file = tmp_path / "reference.csv"
+    file.write_text("tokens\n5\n9\n")
+    module = data(dataset(LENGTHS), policy="stream", reference_lengths=file, pool_size=60)
+    complete = module.complete_settings()
+    assert complete.reference is not None and module.complete_settings() is complete
+    module.batch_size = 6  # as Lightning's Tuner does
+    assert module.complete_settings().batch_size == 6 and module.complete_settings().reference is not None
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -52,7 +52,7 @@ def test_a_wrong_setting_is_named(settings: dict, message: str) -> None:
         ({}, "class_shares is {}, expected the share of each class"),
         ({"a": 0.5, "b": 0.4}, "adds up to 0.9"),
         ({"a": 1.5, "b": -0.5}, r"class_shares\['b'\] is -0.5, expected a finite number above 0"),
-        ({1.5: 1.0}, "expected the share of each class by its name"),
+        ({1: 1.0}, "expected the share of each class by its name"),
     ],
 )
 def test_wrong_shares_are_named(shares: Any, message: str) -> None:
